@@ -1,0 +1,459 @@
+//! The arena: one mapping, made at start and kept, divided into pinned slots.
+//!
+//! A slot is a run of 4 KiB pages at an offset, never a pointer in anybody's hands for longer than
+//! its [`Pin`]. The arena is unmapped when the last pin and the store are gone, so a lease outlives
+//! the store that gave it.
+
+pub mod backing;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicUsize, Ordering};
+
+use kvtier_codec::image::PAGE;
+use kvtier_nvme::slots::{BUSY, LOST, Owner, Run, Slots};
+use parking_lot::{Condvar, Mutex};
+
+use crate::error::{Error, Result};
+use crate::pin::PinWord;
+use backing::Backing;
+
+/// A mapping divided into slots, with a pin word for each.
+pub struct Arena {
+    backing: Box<dyn Backing>,
+    slots: Mutex<Slots>,
+    /// One word a page; a slot uses that of its first page.
+    words: Vec<PinWord>,
+    ceded: AtomicU32,
+    lost: AtomicU32,
+    prefaulted: AtomicUsize,
+    space: Space,
+}
+
+/// Wakes those who wait for room.
+#[derive(Default)]
+struct Space {
+    waiting: AtomicUsize,
+    freed: Mutex<u64>,
+    more: Condvar,
+}
+
+/// A slot that stays where it is, and keeps its bytes, while this lives.
+pub struct Pin {
+    arena: Arc<Arena>,
+    start: u32,
+}
+
+impl Arena {
+    /// Divides `backing` into pages, all free.
+    pub fn new(backing: Box<dyn Backing>) -> Arc<Self> {
+        let pages = (backing.len() / PAGE) as u32;
+        Arc::new(Arena {
+            backing,
+            slots: Mutex::new(Slots::new(pages)),
+            words: (0..pages).map(|_| PinWord::default()).collect(),
+            ceded: AtomicU32::new(0),
+            lost: AtomicU32::new(0),
+            prefaulted: AtomicUsize::new(0),
+            space: Space::default(),
+        })
+    }
+
+    /// Pages that may hold blocks: what is neither ceded nor lost.
+    pub fn pages(&self) -> u32 {
+        self.words.len() as u32
+            - self.ceded.load(Ordering::Relaxed)
+            - self.lost.load(Ordering::Relaxed)
+    }
+
+    /// Pages mapped.
+    pub fn mapped_pages(&self) -> u32 {
+        self.words.len() as u32
+    }
+
+    /// Pages ceded to the index.
+    pub fn ceded_pages(&self) -> u32 {
+        self.ceded.load(Ordering::Relaxed)
+    }
+
+    /// Pages of slots whose bytes were found changed, never used again.
+    pub fn lost_pages(&self) -> u32 {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// Pages that no slot uses.
+    pub fn free_pages(&self) -> u32 {
+        self.slots.lock().free_pages()
+    }
+
+    /// Bytes that the arena keeps beside its pages.
+    pub fn overhead_bytes(&self) -> usize {
+        // A run is a map entry and, if free, a set entry: about 32 bytes with the trees' slack.
+        self.words.len() * size_of::<PinWord>() + self.slots.lock().runs() * 32
+    }
+
+    /// The whole mapping, for registering it with a device.
+    pub fn range(&self) -> (*mut u8, usize) {
+        (self.backing.base().as_ptr(), self.backing.len())
+    }
+
+    /// Takes a slot of `pages` pages, pinned once, owned by nobody yet. `None`: no hole is that
+    /// large.
+    pub fn alloc(self: &Arc<Self>, pages: u32) -> Option<Pin> {
+        let start = self.slots.lock().alloc(pages, BUSY)?;
+        Some(self.start(start))
+    }
+
+    /// As [`Arena::alloc`], outside the pages `[from, to)`.
+    pub fn alloc_outside(self: &Arc<Self>, pages: u32, from: u32, to: u32) -> Option<Pin> {
+        let start = self.slots.lock().alloc_outside(pages, BUSY, from, to)?;
+        Some(self.start(start))
+    }
+
+    fn start(self: &Arc<Self>, start: u32) -> Pin {
+        self.words[start as usize].start();
+        Pin {
+            arena: self.clone(),
+            start,
+        }
+    }
+
+    /// Names the owner of a slot, so that a window over it can be cleared.
+    pub fn set_owner(&self, start: u32, owner: Owner) {
+        self.slots.lock().set_owner(start, owner);
+    }
+
+    /// Pins the slot at `start`; `None` if it is retired. Call it where the slot cannot be freed
+    /// meanwhile: under the lock of the index shard that names it.
+    pub fn pin(self: &Arc<Self>, start: u32) -> Option<Pin> {
+        self.words[start as usize].pin().then(|| Pin {
+            arena: self.clone(),
+            start,
+        })
+    }
+
+    /// Is the slot pinned by anybody?
+    pub fn is_pinned(&self, start: u32) -> bool {
+        self.pins(start) > 0
+    }
+
+    /// How many pins the slot has.
+    pub fn pins(&self, start: u32) -> u32 {
+        self.words[start as usize].pins()
+    }
+
+    /// Forbids new pins; frees the slot now, or with its last pin.
+    pub fn retire(&self, start: u32) {
+        if self.words[start as usize].retire() {
+            self.free(start);
+        }
+    }
+
+    /// Frees the slot if nobody has it pinned.
+    pub fn retire_idle(&self, start: u32) -> bool {
+        let idle = self.words[start as usize].retire_if(0);
+        if idle {
+            self.free(start);
+        }
+        idle
+    }
+
+    /// Takes the slot out of use for good: its memory did not keep what was written. The pages of
+    /// a slot that others still read are lost all the same; their pins stay valid.
+    pub fn quarantine(&self, start: u32) {
+        let mut slots = self.slots.lock();
+        let run = slots.iter(start, start + 1).find(|run| run.start == start);
+        if let Some(run) = run
+            && run.owner != LOST
+        {
+            slots.set_owner(start, LOST);
+            self.lost.fetch_add(run.pages, Ordering::Relaxed);
+        }
+    }
+
+    fn free(&self, start: u32) {
+        let mut slots = self.slots.lock();
+        let lost = slots
+            .iter(start, start + 1)
+            .any(|run| run.start == start && run.owner == LOST);
+        if !lost {
+            slots.free(start);
+        }
+        drop(slots);
+        self.notify();
+    }
+
+    /// The cheapest stretch to clear for a slot of `pages` pages, with the runs in it.
+    pub fn window(&self, pages: u32) -> Option<(u32, u32, Vec<Run>)> {
+        const TRIES: usize = 32;
+        let slots = self.slots.lock();
+        let (from, to) = slots.window(pages, TRIES, |run| !self.is_pinned(run.start))?;
+        let runs = slots.iter(from, to).collect();
+        Some((from, to, runs))
+    }
+
+    /// Hands the top `pages` pages below those ceded before over to the index. Returns the runs in
+    /// the way if there are any; nothing changes then.
+    pub fn cede(&self, pages: u32) -> std::result::Result<(), (u32, u32, Vec<Run>)> {
+        let mut slots = self.slots.lock();
+        let to = self.words.len() as u32 - self.ceded.load(Ordering::Relaxed);
+        let from = to.saturating_sub(pages);
+        if from == to {
+            return Err((from, to, Vec::new()));
+        }
+        if !slots.alloc_at(from, to - from, LOST) {
+            let runs = slots.iter(from, to).collect();
+            return Err((from, to, runs));
+        }
+        self.ceded.fetch_add(to - from, Ordering::Relaxed);
+        drop(slots);
+        if self.backing.is_private() {
+            let at = self.backing.base().as_ptr().wrapping_add(from as usize * PAGE);
+            // SAFETY: the pages belong to no slot, and never will again.
+            unsafe { libc::madvise(at.cast(), (to - from) as usize * PAGE, libc::MADV_DONTNEED) };
+        }
+        Ok(())
+    }
+
+    /// A number that grows with each freed slot; see [`Arena::wait_freed`].
+    pub fn freed(&self) -> u64 {
+        *self.space.freed.lock()
+    }
+
+    /// Waits until a slot was freed since `seen`, or until `deadline`. False: the deadline came.
+    pub fn wait_freed(&self, seen: u64, deadline: std::time::Instant) -> bool {
+        self.space.waiting.fetch_add(1, Ordering::SeqCst);
+        let mut freed = self.space.freed.lock();
+        let mut in_time = true;
+        while *freed == seen && in_time {
+            in_time = !self.space.more.wait_until(&mut freed, deadline).timed_out();
+        }
+        let changed = *freed != seen;
+        drop(freed);
+        self.space.waiting.fetch_sub(1, Ordering::SeqCst);
+        changed
+    }
+
+    /// Wakes all who wait for room, so that they look again.
+    pub fn notify(&self) {
+        *self.space.freed.lock() += 1;
+        if self.space.waiting.load(Ordering::SeqCst) > 0 {
+            self.space.more.notify_all();
+        }
+    }
+
+    /// Bytes that are known to be backed by memory.
+    pub fn prefaulted_bytes(&self) -> usize {
+        self.prefaulted.load(Ordering::Relaxed)
+    }
+
+    /// Backs every page that is not ceded with memory, on `threads` threads; `progress` is told
+    /// (done, total) in bytes. `stop` ends it early. Blocks until done.
+    pub fn prefault(
+        &self,
+        threads: usize,
+        stop: &(dyn Fn() -> bool + Sync),
+        progress: &(dyn Fn(usize, usize) + Sync),
+    ) {
+        const CHUNK: usize = 16 << 20;
+        let (base, len) = (self.backing.base().as_ptr() as usize, self.backing.len());
+        let next = AtomicUsize::new(0);
+        let work = || loop {
+            let at = next.fetch_add(CHUNK, Ordering::Relaxed);
+            let usable = (self.words.len() as u32 - self.ceded_pages()) as usize * PAGE;
+            if at >= usable || stop() {
+                return;
+            }
+            let n = CHUNK.min(usable - at);
+            // SAFETY: the range lies in our mapping; populating does not change contents.
+            let rc = unsafe {
+                libc::madvise((base + at) as *mut _, n, libc::MADV_POPULATE_WRITE)
+            };
+            if rc != 0 {
+                for page in (at..at + n).step_by(PAGE) {
+                    // SAFETY: inside the mapping. Slots may be in use already, so the touch is an
+                    // atomic that leaves the byte as it is.
+                    let byte = unsafe { AtomicU8::from_ptr((base + page) as *mut u8) };
+                    byte.fetch_or(0, Ordering::Relaxed);
+                }
+            }
+            let done = self.prefaulted.fetch_add(n, Ordering::Relaxed) + n;
+            progress(done, len);
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..threads.max(1) {
+                scope.spawn(work);
+            }
+            work();
+        });
+    }
+
+    /// The NUMA nodes on which the first, middle and last touched pages lie.
+    pub fn nodes(&self) -> Result<Vec<i32>> {
+        let base = self.backing.base().as_ptr() as usize;
+        let len = self.backing.len();
+        if len == 0 {
+            return Err(Error::os("an empty arena lies nowhere"));
+        }
+        let pages: Vec<*const u8> = [0, len / 2 / PAGE * PAGE, len - PAGE]
+            .iter()
+            .map(|at| (base + at) as *const u8)
+            .collect();
+        backing::nodes_of(&pages)
+    }
+}
+
+impl Pin {
+    /// The slot's first page.
+    pub fn start(&self) -> u32 {
+        self.start
+    }
+
+    /// The slot's memory. Valid while the pin lives; how many bytes are the slot's is known to
+    /// whoever allocated it.
+    pub fn ptr(&self) -> *mut u8 {
+        let at = self.start as usize * PAGE;
+        self.arena.backing.base().as_ptr().wrapping_add(at)
+    }
+
+    /// The first `len` bytes of the slot.
+    ///
+    /// # Safety
+    /// The slot must be at least `len` bytes long and hold a complete image: published, or not
+    /// written by anybody else while the slice lives.
+    pub unsafe fn bytes(&self, len: usize) -> &[u8] {
+        // SAFETY: inside the mapping by the caller's contract; pinned slots do not move.
+        unsafe { std::slice::from_raw_parts(self.ptr(), len) }
+    }
+
+    /// The first `len` bytes of a slot that its writer fills.
+    ///
+    /// # Safety
+    /// As for [`Pin::bytes`], and nobody else reads or writes the slot meanwhile.
+    #[expect(clippy::mut_from_ref, reason = "the pin names memory, it does not own it")]
+    pub unsafe fn bytes_mut(&self, len: usize) -> &mut [u8] {
+        // SAFETY: the caller's contract.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr(), len) }
+    }
+
+    /// Gives the slot up: it is freed with its last pin, which this is unless others hold it.
+    pub fn discard(self) {
+        self.arena.retire(self.start);
+    }
+
+    /// Frees the slot if this is its only pin; gives the pin back if not.
+    pub fn discard_if_only(self) -> std::result::Result<(), Pin> {
+        if self.arena.words[self.start as usize].retire_if(1) {
+            self.arena.free(self.start);
+            std::mem::forget(self); // the pin was consumed with the word
+            Ok(())
+        } else {
+            Err(self)
+        }
+    }
+}
+
+impl Clone for Pin {
+    fn clone(&self) -> Self {
+        // A held slot can be retired, and then takes no new pins; but a copy of a pin that is held
+        // must not fail, and cannot resurrect a slot that was freed.
+        let word = &self.arena.words[self.start as usize];
+        word.pin_held();
+        Pin {
+            arena: self.arena.clone(),
+            start: self.start,
+        }
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        if self.arena.words[self.start as usize].unpin() {
+            self.arena.free(self.start);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::backing::{HugePages, anonymous, file};
+    use super::*;
+
+    fn arena(pages: usize) -> Arc<Arena> {
+        Arena::new(anonymous(pages * PAGE, HugePages::Off, None).unwrap())
+    }
+
+    #[test]
+    fn a_pinned_slot_is_freed_with_its_last_pin() {
+        let arena = arena(8);
+        let writer = arena.alloc(3).unwrap();
+        let reader = arena.pin(writer.start()).unwrap();
+        let copy = reader.clone();
+        arena.retire(writer.start());
+        assert!(arena.pin(writer.start()).is_none());
+        drop((writer, reader));
+        assert_eq!(arena.free_pages(), 5);
+        drop(copy);
+        assert_eq!(arena.free_pages(), 8);
+    }
+
+    #[test]
+    fn memory_outlives_the_store_under_a_pin() {
+        let arena = arena(4);
+        let pin = arena.alloc(1).unwrap();
+        drop(arena);
+        // SAFETY: the slot is one page and ours alone.
+        unsafe {
+            pin.bytes_mut(PAGE).fill(7);
+            assert!(pin.bytes(PAGE).iter().all(|&b| b == 7));
+        }
+    }
+
+    #[test]
+    fn ceded_and_lost_pages_are_never_handed_out() {
+        let arena = arena(8);
+        let pin = arena.alloc(7).unwrap();
+        assert!(arena.cede(2).is_err());
+        pin.discard();
+        assert!(arena.cede(2).is_ok());
+        assert_eq!((arena.pages(), arena.free_pages()), (6, 6));
+        let bad = arena.alloc(2).unwrap();
+        arena.quarantine(bad.start());
+        bad.discard();
+        assert_eq!((arena.pages(), arena.free_pages()), (4, 4));
+        assert!(arena.alloc(5).is_none());
+    }
+
+    #[test]
+    fn binding_to_node_zero_puts_pages_there() {
+        let arena = Arena::new(anonymous(64 * PAGE, HugePages::Off, Some(0)).unwrap());
+        arena.prefault(2, &|| false, &|_, _| ());
+        assert_eq!(arena.nodes().unwrap(), [0, 0, 0]);
+        assert!(anonymous(PAGE, HugePages::Off, Some(1000)).is_err());
+    }
+
+    #[test]
+    fn a_file_can_lie_under_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("cxl");
+        let arena = Arena::new(file(&path, 16 * PAGE).unwrap());
+        let pin = arena.alloc(16).unwrap();
+        // SAFETY: the slot is ours alone.
+        unsafe { pin.bytes_mut(16 * PAGE).fill(3) };
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 16 * PAGE as u64);
+    }
+
+    #[test]
+    fn prefaulting_reports_progress_and_keeps_bytes() {
+        let arena = arena(16);
+        let pin = arena.alloc(1).unwrap();
+        // SAFETY: the slot is ours alone.
+        unsafe { pin.bytes_mut(PAGE).fill(9) };
+        let last = AtomicUsize::new(0);
+        arena.prefault(2, &|| false, &|done, _| {
+            last.fetch_max(done, Ordering::Relaxed);
+        });
+        assert_eq!(last.into_inner(), 16 * PAGE);
+        // SAFETY: as above.
+        assert!(unsafe { pin.bytes(PAGE) }.iter().all(|&b| b == 9));
+    }
+}

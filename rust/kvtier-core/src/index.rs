@@ -1,0 +1,378 @@
+//! The index: one entry a block, which knows every place where the block lies.
+//!
+//! Sharded by id. A [`Handle`] names an entry while it exists: the shard in its low bits, the
+//! entry's place in the shard above, so that handles stay dense and policies can use arrays. An
+//! entry's *epoch* tells two uses of one handle apart.
+
+use std::hash::{BuildHasher, Hasher};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use hashbrown::{HashMap, HashTable};
+use kvtier_codec::image::{Id, Root, Shape};
+use kvtier_nvme::Slot;
+use parking_lot::{Mutex, MutexGuard};
+
+use crate::load::Flight;
+use crate::policy::Handle;
+
+/// Memory tiers at most: DRAM and CXL.
+pub const MEMORY_TIERS: usize = 2;
+
+/// "No slot in this tier."
+pub const NOWHERE: u32 = u32::MAX;
+
+const SHARD_BITS: u32 = 8;
+const SHARDS: usize = 1 << SHARD_BITS;
+
+/// Where a block lies on NVMe, and what its image there must match.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cold {
+    /// The slot.
+    pub slot: Slot,
+    /// Over the image in that slot.
+    pub root: Root,
+    /// How the payload is encoded there; 0 is plain.
+    pub codec: u16,
+}
+
+/// One block.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// BLAKE3 of namespace and key.
+    pub id: Id,
+    /// First half of the parent's id.
+    pub parent: Option<[u8; 16]>,
+    /// Tag of the namespace: the first 8 bytes of its digest.
+    pub namespace: u64,
+    /// Payload bytes and segments.
+    pub shape: Shape,
+    /// The caller's score.
+    pub importance: f32,
+    /// Which use of its handle this is; set by [`Shard::insert`].
+    pub epoch: u32,
+    /// Of the plain image in every memory tier (generation 0); meaningless if there is none.
+    pub root: Root,
+    /// First page of its slot in each memory tier, or [`NOWHERE`].
+    pub memory: [u32; MEMORY_TIERS],
+    /// Its place on NVMe.
+    pub cold: Option<Cold>,
+}
+
+impl Entry {
+    /// An entry that lies nowhere yet.
+    pub fn new(id: Id, parent: Option<&Id>, namespace: u64, shape: Shape, importance: f32) -> Self {
+        Entry {
+            id,
+            parent: parent.map(|id| half(id)),
+            namespace,
+            shape,
+            importance,
+            epoch: 0,
+            root: Root([0; 16]),
+            memory: [NOWHERE; MEMORY_TIERS],
+            cold: None,
+        }
+    }
+
+    /// The fastest memory tier that holds it, and the slot there.
+    pub fn in_memory(&self) -> Option<(usize, u32)> {
+        let tier = self.memory.iter().position(|&start| start != NOWHERE)?;
+        Some((tier, self.memory[tier]))
+    }
+
+    /// Does a tier below memory tier `tier` hold it too?
+    pub fn is_below(&self, tier: usize) -> bool {
+        self.cold.is_some() || self.memory[tier + 1..].iter().any(|&s| s != NOWHERE)
+    }
+
+    /// 64 bits that recognise the block.
+    pub fn fingerprint(&self) -> u64 {
+        u64::from_le_bytes(first(&self.id))
+    }
+}
+
+/// The first half of an id, by which children name their parent in a journal.
+pub fn half(id: &Id) -> [u8; 16] {
+    first(id)
+}
+
+fn first<const N: usize>(id: &Id) -> [u8; N] {
+    std::array::from_fn(|i| id[i])
+}
+
+/// The hash of an id, from its first half: ids are uniform, so eight of their bytes will do.
+fn hash(id: &[u8]) -> u64 {
+    u64::from_le_bytes(std::array::from_fn(|i| id[i + 8]))
+}
+
+/// Part of the index under one lock.
+#[derive(Default)]
+pub struct Shard {
+    number: u32,
+    table: HashTable<u32>,
+    entries: Vec<Option<Entry>>,
+    vacant: Vec<u32>,
+    epoch: u32,
+    /// Loads under way, by handle.
+    pub(crate) flights: HashMap<Handle, Arc<Flight>, PlainHash>,
+}
+
+/// Handles are small dense numbers: spread them with one multiplication.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PlainHash;
+
+/// See [`PlainHash`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PlainHasher(u64);
+
+impl BuildHasher for PlainHash {
+    type Hasher = PlainHasher;
+    fn build_hasher(&self) -> PlainHasher {
+        PlainHasher(0)
+    }
+}
+
+impl Hasher for PlainHasher {
+    fn finish(&self) -> u64 {
+        self.0.wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(26)
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &b in bytes {
+            self.0 = self.0 << 8 | u64::from(b);
+        }
+    }
+    fn write_u32(&mut self, n: u32) {
+        self.0 = n.into();
+    }
+}
+
+impl Shard {
+    fn local(&self, h: Handle) -> usize {
+        debug_assert_eq!(h & (SHARDS as u32 - 1), self.number);
+        (h >> SHARD_BITS) as usize
+    }
+
+    /// The handle of the block `id`.
+    pub fn find(&self, id: &Id) -> Option<Handle> {
+        self.find_where(id, |other| other == id)
+    }
+
+    fn find_where(&self, begin: &[u8], same: impl Fn(&Id) -> bool) -> Option<Handle> {
+        let entries = &self.entries;
+        let local = self.table.find(hash(begin), |&local| {
+            entries[local as usize].as_ref().is_some_and(|e| same(&e.id))
+        })?;
+        Some(local << SHARD_BITS | self.number)
+    }
+
+    /// The entry of a handle.
+    pub fn get(&self, h: Handle) -> Option<&Entry> {
+        self.entries.get(self.local(h))?.as_ref()
+    }
+
+    /// The entry of a handle.
+    pub fn get_mut(&mut self, h: Handle) -> Option<&mut Entry> {
+        let local = self.local(h);
+        self.entries.get_mut(local)?.as_mut()
+    }
+
+    /// The entry of a handle, if it is still the use of it that had this epoch.
+    pub fn get_same(&mut self, h: Handle, epoch: u32) -> Option<&mut Entry> {
+        self.get_mut(h).filter(|entry| entry.epoch == epoch)
+    }
+
+    /// All handles in use.
+    pub fn handles(&self) -> impl Iterator<Item = Handle> + '_ {
+        let number = self.number;
+        (0u32..)
+            .zip(&self.entries)
+            .filter(|(_, entry)| entry.is_some())
+            .map(move |(local, _)| local << SHARD_BITS | number)
+    }
+
+    fn insert(&mut self, mut entry: Entry) -> Handle {
+        self.epoch = self.epoch.wrapping_add(1);
+        entry.epoch = self.epoch;
+        let hashed = hash(&entry.id);
+        let local = match self.vacant.pop() {
+            Some(local) => {
+                self.entries[local as usize] = Some(entry);
+                local
+            }
+            None => {
+                self.entries.push(Some(entry));
+                self.entries.len() as u32 - 1
+            }
+        };
+        let entries = &self.entries;
+        self.table.insert_unique(hashed, local, |&l| {
+            entries[l as usize].as_ref().map_or(0, |e| hash(&e.id))
+        });
+        local << SHARD_BITS | self.number
+    }
+
+    fn remove(&mut self, h: Handle) -> Option<Entry> {
+        let local = self.local(h);
+        let entry = self.entries.get_mut(local)?.take()?;
+        if let Ok(slot) = self
+            .table
+            .find_entry(hash(&entry.id), |&l| l as usize == local)
+        {
+            slot.remove();
+        }
+        self.vacant.push(local as u32);
+        Some(entry)
+    }
+
+    fn memory_bytes(&self) -> usize {
+        self.entries.capacity() * size_of::<Option<Entry>>()
+            + self.vacant.capacity() * size_of::<u32>()
+            + self.table.allocation_size()
+    }
+}
+
+/// All entries.
+pub struct Index {
+    shards: Vec<Mutex<Shard>>,
+    bytes: AtomicUsize,
+    len: AtomicUsize,
+}
+
+impl Default for Index {
+    fn default() -> Self {
+        let shards: Vec<_> = (0..SHARDS as u32)
+            .map(|number| {
+                Mutex::new(Shard {
+                    number,
+                    ..Shard::default()
+                })
+            })
+            .collect();
+        Index {
+            bytes: AtomicUsize::new(SHARDS * size_of::<Mutex<Shard>>()),
+            len: AtomicUsize::new(0),
+            shards,
+        }
+    }
+}
+
+impl Index {
+    /// Locks the shard that holds, or would hold, `id`.
+    pub fn of(&self, id: &Id) -> MutexGuard<'_, Shard> {
+        self.shards[id[0] as usize].lock()
+    }
+
+    /// Locks the shard of a handle.
+    pub fn shard(&self, h: Handle) -> MutexGuard<'_, Shard> {
+        self.shards[h as usize % SHARDS].lock()
+    }
+
+    /// Adds an entry to its locked shard.
+    pub fn insert(&self, shard: &mut Shard, entry: Entry) -> Handle {
+        let before = shard.memory_bytes();
+        let h = shard.insert(entry);
+        self.bytes
+            .fetch_add(shard.memory_bytes() - before, Ordering::Relaxed);
+        self.len.fetch_add(1, Ordering::Relaxed);
+        h
+    }
+
+    /// Takes an entry out of its locked shard.
+    pub fn remove(&self, shard: &mut Shard, h: Handle) -> Option<Entry> {
+        let before = shard.memory_bytes();
+        let entry = shard.remove(h)?;
+        self.bytes
+            .fetch_add(shard.memory_bytes() - before, Ordering::Relaxed);
+        self.len.fetch_sub(1, Ordering::Relaxed);
+        Some(entry)
+    }
+
+    /// The handle and epoch of a block.
+    pub fn find(&self, id: &Id) -> Option<(Handle, u32)> {
+        let shard = self.of(id);
+        let h = shard.find(id)?;
+        Some((h, shard.get(h)?.epoch))
+    }
+
+    /// The handle and epoch of the block whose id begins with `half`.
+    pub fn find_half(&self, half: &[u8; 16]) -> Option<(Handle, u32)> {
+        let shard = self.shards[half[0] as usize].lock();
+        let h = shard.find_where(half, |id| id[..16] == half[..])?;
+        Some((h, shard.get(h)?.epoch))
+    }
+
+    /// Visits every shard in turn, each under its lock for a moment.
+    pub fn for_each_shard(&self, mut visit: impl FnMut(&mut Shard)) {
+        for shard in &self.shards {
+            visit(&mut shard.lock());
+        }
+    }
+
+    /// Entries.
+    pub fn len(&self) -> usize {
+        self.len.load(Ordering::Relaxed)
+    }
+
+    /// There is no entry.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes kept in memory.
+    pub fn memory_bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(n: u32) -> Entry {
+        let id = *blake3::hash(&n.to_le_bytes()).as_bytes();
+        Entry::new(id, None, 0, Shape::new(4096, 1).unwrap(), 0.0)
+    }
+
+    #[test]
+    fn what_is_inserted_is_found_until_it_is_removed() {
+        let index = Index::default();
+        let handles: Vec<Handle> = (0..5000)
+            .map(|n| {
+                let entry = entry(n);
+                let mut shard = index.of(&entry.id.clone());
+                index.insert(&mut shard, entry)
+            })
+            .collect();
+        assert_eq!(index.len(), 5000);
+        assert!(handles.iter().all(|&h| h < 40 * SHARDS as u32), "handles are dense");
+        for (n, &h) in handles.iter().enumerate() {
+            assert_eq!(index.find(&entry(n as u32).id).map(|f| f.0), Some(h));
+            if n % 2 == 0 {
+                let mut shard = index.shard(h);
+                assert!(index.remove(&mut shard, h).is_some());
+                assert!(index.remove(&mut shard, h).is_none());
+            }
+        }
+        assert_eq!(index.len(), 2500);
+        assert!((0..5000).all(|n| index.find(&entry(n).id).is_some() == (n % 2 == 1)));
+    }
+
+    #[test]
+    fn a_reused_handle_has_another_epoch() {
+        let index = Index::default();
+        let (a, mut b) = (entry(1), entry(2));
+        b.id[0] = a.id[0];
+        let mut shard = index.of(&a.id.clone());
+        let h = index.insert(&mut shard, a);
+        let old = shard.get(h).unwrap().epoch;
+        index.remove(&mut shard, h);
+        assert_eq!(index.insert(&mut shard, b), h);
+        assert!(shard.get_same(h, old).is_none());
+    }
+
+    #[test]
+    fn an_entry_is_small() {
+        assert!(size_of::<Option<Entry>>() <= 160, "{}", size_of::<Option<Entry>>());
+    }
+}

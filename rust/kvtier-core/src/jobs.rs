@@ -1,0 +1,422 @@
+//! Work that runs while the caller does something else: prefetches, and asynchronous verbs.
+
+use std::collections::BinaryHeap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvtier_codec::checksum::copy;
+use kvtier_codec::image::{self, Id};
+use parking_lot::{Condvar, Mutex};
+
+use crate::error::Result;
+use crate::index::NOWHERE;
+use crate::load::{Found, Miss};
+use crate::read::Got;
+use crate::store::{Inner, Namespace, Store};
+use crate::workers::Task;
+
+/// Bytes that prefetches have on their way at once.
+const IN_FLIGHT: usize = 64 << 20;
+
+/// How long a prefetch waits for a slot before it gives a block up.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Called once, when a job is done, on whatever thread finished it. It must not block.
+pub type OnDone = Box<dyn FnOnce() + Send>;
+
+struct JobState {
+    results: Vec<Option<Got>>,
+    left: usize,
+    cancelled: bool,
+    callbacks: Vec<OnDone>,
+}
+
+/// A prefetch under way: one result a key.
+pub struct Job {
+    state: Mutex<JobState>,
+    changed: Condvar,
+    deadline: Option<Instant>,
+}
+
+impl Job {
+    fn new(keys: usize, deadline: Option<Instant>) -> Arc<Self> {
+        Arc::new(Job {
+            state: Mutex::new(JobState {
+                results: vec![None; keys],
+                left: keys,
+                cancelled: false,
+                callbacks: Vec::new(),
+            }),
+            changed: Condvar::new(),
+            deadline,
+        })
+    }
+
+    fn set(&self, i: usize, got: Got) {
+        let mut state = self.state.lock();
+        if state.results[i].is_some() {
+            return;
+        }
+        state.results[i] = Some(got);
+        state.left -= 1;
+        self.finish_if_done(state);
+    }
+
+    /// Gives every key that has no result this one.
+    fn set_rest(&self, miss: Miss) {
+        let mut state = self.state.lock();
+        for result in &mut state.results {
+            result.get_or_insert(Err(miss));
+        }
+        if state.left > 0 {
+            state.left = 0;
+            self.finish_if_done(state);
+        }
+    }
+
+    fn finish_if_done(&self, mut state: parking_lot::MutexGuard<'_, JobState>) {
+        if state.left > 0 {
+            return;
+        }
+        let callbacks = std::mem::take(&mut state.callbacks);
+        drop(state);
+        self.changed.notify_all();
+        for callback in callbacks {
+            callback();
+        }
+    }
+
+    /// Every key has a result.
+    pub fn is_done(&self) -> bool {
+        self.state.lock().left == 0
+    }
+
+    /// Blocks until done or `deadline`; true: done.
+    pub fn wait(&self, deadline: Instant) -> bool {
+        let mut state = self.state.lock();
+        while state.left > 0 {
+            if self.changed.wait_until(&mut state, deadline).timed_out() {
+                return state.left == 0;
+            }
+        }
+        true
+    }
+
+    /// Keys not yet asked for become `cancelled`; reads in flight go on, but nobody waits for them.
+    pub fn cancel(&self) {
+        self.state.lock().cancelled = true;
+        self.set_rest(Miss::Cancelled);
+    }
+
+    /// The results, once done.
+    pub fn results(&self) -> Option<Vec<Got>> {
+        let state = self.state.lock();
+        (state.left == 0).then(|| {
+            state
+                .results
+                .iter()
+                .map(|r| r.unwrap_or(Err(Miss::Absent)))
+                .collect()
+        })
+    }
+
+    /// Calls `callback` when done; at once if it is.
+    pub fn on_done(&self, callback: OnDone) {
+        let mut state = self.state.lock();
+        if state.left == 0 {
+            drop(state);
+            callback();
+        } else {
+            state.callbacks.push(callback);
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        let state = self.state.lock();
+        state.cancelled || state.left == 0
+    }
+}
+
+/// A job's remaining keys, in the queue.
+struct Queued {
+    priority: i32,
+    /// Counts down: the earliest of equal priority is the greatest.
+    turn: u64,
+    next: usize,
+    ids: Arc<Vec<Id>>,
+    tier: usize,
+    job: Arc<Job>,
+}
+
+impl PartialEq for Queued {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+impl Eq for Queued {}
+impl PartialOrd for Queued {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl Ord for Queued {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.priority, self.turn).cmp(&(other.priority, other.turn))
+    }
+}
+
+struct QueueState {
+    heap: BinaryHeap<Queued>,
+    /// Jobs that end by themselves at a time.
+    timed: Vec<Arc<Job>>,
+    in_flight: usize,
+    turn: u64,
+    stop: bool,
+}
+
+/// The prefetcher's queue.
+pub(crate) struct Prefetcher {
+    state: Mutex<QueueState>,
+    changed: Condvar,
+}
+
+impl Default for Prefetcher {
+    fn default() -> Self {
+        Prefetcher {
+            state: Mutex::new(QueueState {
+                heap: BinaryHeap::new(),
+                timed: Vec::new(),
+                in_flight: 0,
+                turn: u64::MAX,
+                stop: false,
+            }),
+            changed: Condvar::new(),
+        }
+    }
+}
+
+impl Prefetcher {
+    /// Ends the thread; what is queued is cancelled.
+    pub(crate) fn stop(&self) {
+        let mut state = self.state.lock();
+        state.stop = true;
+        let left: Vec<Arc<Job>> = state
+            .heap
+            .drain()
+            .map(|queued| queued.job)
+            .collect::<Vec<_>>()
+            .into_iter()
+            .chain(std::mem::take(&mut state.timed))
+            .collect();
+        drop(state);
+        self.changed.notify_all();
+        for job in left {
+            job.set_rest(Miss::Cancelled);
+        }
+    }
+
+    fn push(&self, mut queued: Queued) {
+        let mut state = self.state.lock();
+        if state.stop {
+            drop(state);
+            queued.job.set_rest(Miss::Cancelled);
+            return;
+        }
+        state.turn -= 1;
+        queued.turn = state.turn;
+        if queued.job.deadline.is_some() {
+            state.timed.push(queued.job.clone());
+        }
+        state.heap.push(queued);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn landed(&self, bytes: usize) {
+        self.state.lock().in_flight -= bytes;
+        self.changed.notify_all();
+    }
+
+    /// The next key to look at: waits for one, and for room in flight; ends jobs whose time is up.
+    fn pop(&self) -> Option<Queued> {
+        let mut state = self.state.lock();
+        loop {
+            if state.stop {
+                return None;
+            }
+            let now = Instant::now();
+            let (due, later): (Vec<_>, Vec<_>) = std::mem::take(&mut state.timed)
+                .into_iter()
+                .filter(|job| !job.is_over())
+                .partition(|job| job.deadline.is_some_and(|at| at <= now));
+            state.timed = later;
+            if !due.is_empty() {
+                parking_lot::MutexGuard::unlocked(&mut state, || {
+                    due.iter().for_each(|job| job.set_rest(Miss::Deadline));
+                });
+                continue;
+            }
+            if state.in_flight < IN_FLIGHT
+                && let Some(queued) = state.heap.pop()
+            {
+                return Some(queued);
+            }
+            match state.timed.iter().filter_map(|job| job.deadline).min() {
+                Some(at) => {
+                    self.changed.wait_until(&mut state, at);
+                }
+                None => self.changed.wait(&mut state),
+            }
+        }
+    }
+}
+
+impl Store {
+    /// Brings blocks into memory tier `tier` (0 is DRAM), in this order, behind jobs of higher
+    /// priority. Does not block. After `deadline` the keys that are not there yet are misses.
+    pub fn prefetch(
+        &self,
+        ns: &Namespace,
+        keys: &[&[u8]],
+        tier: usize,
+        deadline: Option<Instant>,
+        priority: i32,
+    ) -> Result<Arc<Job>> {
+        self.inner.check_open()?;
+        let ids = ns.ids(keys)?;
+        let job = Job::new(ids.len(), deadline);
+        if !ids.is_empty() {
+            self.inner.prefetcher.push(Queued {
+                priority,
+                turn: 0,
+                next: 0,
+                ids: Arc::new(ids),
+                tier: tier.min(self.inner.memory.len() - 1),
+                job: job.clone(),
+            });
+        }
+        Ok(job)
+    }
+
+    /// Runs `task` on a worker once these blocks are in memory, or known not to come by `deadline`:
+    /// an asynchronous read, without a thread that waits.
+    pub fn after_loading(
+        &self,
+        ns: &Namespace,
+        keys: &[&[u8]],
+        deadline: Instant,
+        task: Task,
+    ) -> Result<()> {
+        const FIRST: i32 = i32::MAX; // somebody waits for it
+        let job = self.prefetch(ns, keys, usize::MAX, Some(deadline), FIRST)?;
+        let inner = self.inner.clone();
+        job.on_done(Box::new(move || inner.workers.spawn(task)));
+        Ok(())
+    }
+
+    /// Runs `task`, which may wait for room, on the thread for asynchronous puts.
+    pub fn write_later(&self, task: Task) -> Result<()> {
+        self.inner.check_open()?;
+        self.inner.writers.spawn(task);
+        Ok(())
+    }
+}
+
+impl Inner {
+    /// The prefetcher's thread.
+    pub(crate) fn run_prefetcher(self: &Arc<Self>) {
+        while let Some(mut queued) = self.prefetcher.pop() {
+            if queued.job.is_over() {
+                continue;
+            }
+            let i = queued.next;
+            self.prefetch_one(&queued.ids[i], queued.tier, &queued.job, i, queued.priority > 0);
+            queued.next += 1;
+            if queued.next < queued.ids.len() {
+                // Back to its own place: jobs of higher priority that came meanwhile go first.
+                let mut state = self.prefetcher.state.lock();
+                if state.stop {
+                    drop(state);
+                    queued.job.set_rest(Miss::Cancelled);
+                } else {
+                    state.heap.push(queued);
+                }
+            }
+        }
+    }
+
+    fn prefetch_one(self: &Arc<Self>, id: &Id, tier: usize, job: &Arc<Job>, i: usize, urgent: bool) {
+        let (known, place, bytes) = {
+            let shard = self.index.of(id);
+            let Some((h, entry)) = shard.find(id).and_then(|h| Some((h, shard.get(h)?))) else {
+                drop(shard);
+                return job.set(i, Err(Miss::Absent));
+            };
+            ((h, entry.epoch), entry.in_memory(), entry.shape.image_len())
+        };
+        match place {
+            Some((at, _)) if at <= tier => return job.set(i, Ok(self.memory[at].name)),
+            Some((at, _)) => {
+                let got = if self.promote(known.0, known.1, at) { tier } else { at };
+                return job.set(i, Ok(self.memory[got].name));
+            }
+            None => {}
+        }
+        let patience = Instant::now() + PATIENCE;
+        let deadline = job.deadline.map_or(patience, |at| at.min(patience));
+        match self.load(known, urgent, false, deadline) {
+            Found::Resident => job.set(i, Ok(self.memory[0].name)),
+            Found::Nowhere => job.set(i, Err(Miss::Absent)),
+            Found::Flying(flight) => {
+                self.prefetcher.state.lock().in_flight += bytes;
+                let (inner, job) = (self.clone(), job.clone());
+                flight.on_landing(Box::new(move |landing| {
+                    inner.prefetcher.landed(bytes);
+                    job.set(i, landing.map(|()| inner.memory[0].name));
+                }));
+            }
+        }
+    }
+
+    /// Copies a block from a lower memory tier into DRAM, where it stays clean: dropping it there
+    /// costs nothing.
+    fn promote(&self, h: u32, epoch: u32, from: usize) -> bool {
+        let (old, shape, id, root) = {
+            let mut shard = self.index.shard(h);
+            let Some(entry) = shard.get_same(h, epoch).filter(|e| e.memory[from] != NOWHERE) else {
+                return false;
+            };
+            let Some(pin) = self.memory[from].arena.pin(entry.memory[from]) else {
+                return false;
+            };
+            (pin, entry.shape, entry.id, entry.root)
+        };
+        let Ok(new) = self.reserve(0, shape.pages(), Instant::now() + PATIENCE) else {
+            return false;
+        };
+        let len = shape.image_len();
+        // SAFETY: the new slot is ours alone and `len` long; the old one is pinned and complete.
+        unsafe { copy(new.ptr(), old.ptr(), len) };
+        // SAFETY: filled just now, and ours alone.
+        let image = unsafe { new.bytes(len) };
+        if image::verify(image, shape, root, &id, 0, 0).is_err() {
+            new.discard();
+            self.lose_memory((h, epoch), from, old.start());
+            return false;
+        }
+        if let Some(pacer) = &self.memory[from].pacer {
+            pacer.pass(shape.payload());
+        }
+        let mut shard = self.index.shard(h);
+        let Some(entry) = shard.get_same(h, epoch).filter(|e| e.memory[0] == NOWHERE) else {
+            drop(shard);
+            new.discard();
+            return false;
+        };
+        entry.memory[0] = new.start();
+        self.memory[0].arena.set_owner(new.start(), h);
+        self.insert_order(0, h, entry);
+        self.memory[0].stats.inserts.add(1);
+        true
+    }
+}

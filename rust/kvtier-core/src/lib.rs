@@ -1,0 +1,27 @@
+//! The core of kvtier: the index, the memory tiers and the movement of blocks between tiers.
+//!
+//! It knows nothing of Python and nothing of CUDA. [`store::Store`] is the whole of it to a user;
+//! its verbs live in [`put`], [`read`] and [`jobs`].
+
+pub mod arena;
+pub mod config;
+mod direct;
+pub mod error;
+mod fork;
+pub mod index;
+pub mod jobs;
+pub mod key;
+pub mod layout;
+pub mod load;
+mod mover;
+pub mod order;
+mod pacer;
+pub mod pin;
+pub mod policy;
+pub mod put;
+pub mod read;
+pub mod reader;
+mod space;
+pub mod stats;
+pub mod store;
+pub mod workers;

@@ -1,0 +1,367 @@
+//! Loads from NVMe into memory: one flight a block, whoever asks.
+//!
+//! A flight owns the slot that it fills. When the read has completed, whoever waits for it verifies
+//! the image (and copies it out in the same pass); if nobody waits, a worker does. Only then is the
+//! block published in memory.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvtier_codec::image::{self, ENTRY, Id, Root, Segment, Shape};
+use kvtier_nvme::IoBuf;
+use kvtier_nvme::Read;
+use parking_lot::{Condvar, Mutex};
+
+use crate::arena::Pin;
+use crate::error::Kind;
+use crate::index::{Cold, NOWHERE};
+use crate::order::Known;
+use crate::reader::Proof;
+use crate::store::Inner;
+
+/// Why a read of a block is not a hit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Miss {
+    /// It is not in the store.
+    Absent,
+    /// Its bytes were not what was put; it has been dropped.
+    Corrupt,
+    /// The deadline passed first; it may still arrive.
+    Deadline,
+    /// There was no room in memory to load it into.
+    Full,
+    /// The device failed the read; the copy there has been dropped.
+    Device,
+    /// It is encoded in a way that this build cannot read.
+    Codec,
+    /// The job was cancelled first.
+    Cancelled,
+}
+
+impl Miss {
+    /// The reason's name in results.
+    pub fn name(self) -> &'static str {
+        match self {
+            Miss::Absent => "absent",
+            Miss::Corrupt => "corrupt",
+            Miss::Deadline => "deadline",
+            Miss::Full => "full",
+            Miss::Device => "device",
+            Miss::Codec => "codec",
+            Miss::Cancelled => "cancelled",
+        }
+    }
+}
+
+/// How a flight ended.
+pub type Landing = Result<(), Miss>;
+
+type Callback = Box<dyn FnOnce(Landing) + Send>;
+
+enum Phase {
+    /// The slot is being reserved or read into.
+    Reading,
+    /// The image is in the slot; nobody has looked at it yet.
+    Arrived(Pin),
+    /// Somebody verifies it.
+    Finishing,
+    Landed(Landing),
+}
+
+struct State {
+    phase: Phase,
+    /// Waiters that will finish the flight themselves.
+    watchers: usize,
+    callbacks: Vec<Callback>,
+}
+
+/// One load.
+pub struct Flight {
+    pub(crate) block: Known,
+    pub(crate) id: Id,
+    pub(crate) shape: Shape,
+    pub(crate) cold: Cold,
+    started: Instant,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// What somebody who wants a block in memory finds.
+pub(crate) enum Found {
+    /// It is in memory.
+    Resident,
+    /// It is on its way.
+    Flying(Arc<Flight>),
+    /// It is not to be had.
+    Nowhere,
+}
+
+/// A waiter's part in a flight.
+pub(crate) enum Wait {
+    /// The image is there, and is the waiter's to verify and publish.
+    Finish(Pin),
+    /// It ended.
+    Landed(Landing),
+    /// The deadline came first.
+    TimedOut,
+}
+
+impl Flight {
+    /// Says that the caller is going to [`Flight::wait`].
+    pub(crate) fn watch(&self) {
+        self.state.lock().watchers += 1;
+    }
+
+    /// Calls `callback` when the flight lands, on the thread that lands it; at once if it has.
+    pub(crate) fn on_landing(&self, callback: Callback) {
+        let mut state = self.state.lock();
+        if let Phase::Landed(landing) = state.phase {
+            drop(state);
+            callback(landing);
+        } else {
+            state.callbacks.push(callback);
+        }
+    }
+
+    fn claim(state: &mut State) -> Option<Pin> {
+        match std::mem::replace(&mut state.phase, Phase::Finishing) {
+            Phase::Arrived(pin) => Some(pin),
+            other => {
+                state.phase = other;
+                None
+            }
+        }
+    }
+
+    /// Waits, between [`Flight::watch`] and [`Flight::unwatch`], until there is something to do or
+    /// `deadline`.
+    pub(crate) fn wait(&self, deadline: Instant) -> Wait {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(pin) = Self::claim(&mut state) {
+                return Wait::Finish(pin);
+            }
+            if let Phase::Landed(landing) = state.phase {
+                return Wait::Landed(landing);
+            }
+            if self.changed.wait_until(&mut state, deadline).timed_out()
+                && !matches!(state.phase, Phase::Arrived(_) | Phase::Landed(_))
+            {
+                return Wait::TimedOut;
+            }
+        }
+    }
+
+    /// Takes [`Flight::watch`] back. If the image is there and nobody waits any more, a worker
+    /// finishes the flight.
+    pub(crate) fn unwatch(self: &Arc<Self>, inner: &Arc<Inner>) {
+        let mut state = self.state.lock();
+        state.watchers -= 1;
+        if state.watchers == 0
+            && let Some(pin) = Self::claim(&mut state)
+        {
+            drop(state);
+            inner.finish_later(self.clone(), pin);
+        }
+    }
+
+    fn arrive(self: &Arc<Self>, inner: &Arc<Inner>, pin: Pin) {
+        let mut state = self.state.lock();
+        if state.watchers > 0 {
+            state.phase = Phase::Arrived(pin);
+            drop(state);
+            self.changed.notify_all();
+        } else {
+            state.phase = Phase::Finishing;
+            drop(state);
+            inner.finish_later(self.clone(), pin);
+        }
+    }
+
+    fn land(&self, landing: Landing) {
+        let mut state = self.state.lock();
+        state.phase = Phase::Landed(landing);
+        let callbacks = std::mem::take(&mut state.callbacks);
+        drop(state);
+        self.changed.notify_all();
+        for callback in callbacks {
+            callback(landing);
+        }
+    }
+
+    /// What the image must match.
+    pub(crate) fn proof(&self) -> Proof<'_> {
+        Proof {
+            id: &self.id,
+            generation: self.cold.slot.generation,
+            codec: self.cold.codec,
+            root: self.cold.root,
+        }
+    }
+}
+
+/// The root of a block's plain image in memory.
+pub(crate) fn memory_root(id: &Id, shape: Shape, image: &[u8], table: Option<&[Segment]>) -> Root {
+    if shape.table_len() > 0 {
+        let stored = &image[shape.table_offset()..][..shape.table_len()];
+        return Root::new(id, 0, 0, shape, stored);
+    }
+    let entry: [u8; ENTRY] = match table {
+        Some(table) => table[0].to_bytes(),
+        None => image::table(image, 0, shape)[0].to_bytes(),
+    };
+    Root::new(id, 0, 0, shape, &entry)
+}
+
+impl Inner {
+    /// Finds the block in memory, joins its flight, or starts one. Waits until `deadline` for a
+    /// slot to load it into.
+    pub(crate) fn load(self: &Arc<Self>, block: Known, urgent: bool, watch: bool, deadline: Instant) -> Found {
+        let (flight, hold) = {
+            let mut shard = self.index.shard(block.0);
+            let Some(entry) = shard.get_same(block.0, block.1) else {
+                return Found::Nowhere;
+            };
+            if entry.in_memory().is_some() {
+                return Found::Resident;
+            }
+            let (id, shape, cold) = (entry.id, entry.shape, entry.cold);
+            if let Some(flight) = shard.flights.get(&block.0)
+                && flight.block == block
+            {
+                self.stats.joined.add(1);
+                if watch {
+                    flight.watch();
+                }
+                return Found::Flying(flight.clone());
+            }
+            let (Some(cold), Some(nvme)) = (cold, &self.cold) else {
+                return Found::Nowhere;
+            };
+            let flight = Arc::new(Flight {
+                block,
+                id,
+                shape,
+                cold,
+                started: Instant::now(),
+                state: Mutex::new(State {
+                    phase: Phase::Reading,
+                    watchers: usize::from(watch),
+                    callbacks: Vec::new(),
+                }),
+                changed: Condvar::new(),
+            });
+            shard.flights.insert(block.0, flight.clone());
+            (flight, nvme.tier.hold(cold.slot))
+        };
+        self.stats.loads.add(1);
+        if flight.cold.codec != 0 {
+            self.land(&flight, Err(Miss::Codec));
+            return Found::Flying(flight);
+        }
+        let pin = match self.reserve(0, flight.shape.pages(), deadline) {
+            Ok(pin) => pin,
+            Err(error) => {
+                let miss = match error.kind() {
+                    Kind::Deadline => Miss::Deadline,
+                    _ => Miss::Full,
+                };
+                self.land(&flight, Err(miss));
+                return Found::Flying(flight);
+            }
+        };
+        let len = flight.shape.image_len();
+        // SAFETY: the slot has the image's length, and is ours alone until it is published.
+        let buf = unsafe { IoBuf::new(pin.ptr(), len, Arc::new(pin.clone())) };
+        let (inner, landing) = (self.clone(), flight.clone());
+        if let Some(nvme) = &self.cold {
+            nvme.tier.read(Read {
+                slot: flight.cold.slot,
+                offset: 0,
+                len: len as u32,
+                buf,
+                hold,
+                urgent,
+                done: Box::new(move |result| match result {
+                    Ok(()) => landing.arrive(&inner, pin),
+                    Err(_) => {
+                        pin.discard();
+                        inner.lose_cold(landing.block, &landing.cold, Miss::Device);
+                        inner.land(&landing, Err(Miss::Device));
+                    }
+                }),
+            });
+        }
+        Found::Flying(flight)
+    }
+
+    /// Has a worker verify and publish an image that nobody waits for.
+    fn finish_later(self: &Arc<Self>, flight: Arc<Flight>, pin: Pin) {
+        let inner = self.clone();
+        self.workers.spawn(Box::new(move || {
+            // SAFETY: the slot holds the image that was read, and is ours alone.
+            let image = unsafe { pin.bytes(flight.shape.image_len()) };
+            let proof = flight.proof();
+            let verified = image::verify(
+                image,
+                flight.shape,
+                proof.root,
+                proof.id,
+                proof.generation,
+                proof.codec,
+            );
+            let _ = inner.finish(&flight, pin, verified.is_ok());
+        }));
+    }
+
+    /// Publishes an image that was verified, or drops it with the entry's claim to it.
+    pub(crate) fn finish(self: &Arc<Self>, flight: &Arc<Flight>, pin: Pin, verified: bool) -> Landing {
+        let landing = if verified {
+            self.publish_loaded(flight, pin)
+        } else {
+            pin.discard();
+            Err(self.lose_cold(flight.block, &flight.cold, Miss::Corrupt))
+        };
+        self.land(flight, landing);
+        landing
+    }
+
+    fn publish_loaded(&self, flight: &Flight, pin: Pin) -> Landing {
+        let (h, epoch) = flight.block;
+        // SAFETY: the slot holds the verified image, and is ours alone.
+        let image = unsafe { pin.bytes(flight.shape.image_len()) };
+        let root = memory_root(&flight.id, flight.shape, image, None);
+        let mut shard = self.index.shard(h);
+        let Some(entry) = shard.get_same(h, epoch) else {
+            drop(shard);
+            pin.discard();
+            return Err(Miss::Absent);
+        };
+        if entry.memory[0] != NOWHERE {
+            drop(shard);
+            pin.discard();
+            return Ok(());
+        }
+        entry.memory[0] = pin.start();
+        entry.root = root;
+        self.memory[0].arena.set_owner(pin.start(), h);
+        self.insert_order(0, h, entry);
+        drop(shard);
+        self.memory[0].stats.inserts.add(1);
+        Ok(())
+    }
+
+    /// Ends a flight and takes it out of the index.
+    fn land(&self, flight: &Arc<Flight>, landing: Landing) {
+        let (h, _) = flight.block;
+        let mut shard = self.index.shard(h);
+        if shard.flights.get(&h).is_some_and(|f| Arc::ptr_eq(f, flight)) {
+            shard.flights.remove(&h);
+        }
+        drop(shard);
+        if landing.is_ok() {
+            self.stats.load.since(flight.started);
+        }
+        flight.land(landing);
+    }
+}

@@ -1,0 +1,215 @@
+//! The order in which blocks leave: the chains between them, and one policy a tier.
+//!
+//! One lock guards it, taken after an index shard's and before the allocator's, and held for the
+//! time of a few array accesses.
+
+use hashbrown::HashSet;
+
+use crate::policy::{Handle, Meta, Policy};
+
+const NIL: u32 = u32::MAX;
+
+/// A block's place in the tree of prefixes.
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    parent: u32,
+    first: u32,
+    next: u32,
+    prev: u32,
+    epoch: u32,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Absent,
+    Alive,
+    /// It is being removed with all its descendants: nothing may be attached any more.
+    Dying,
+}
+
+const ABSENT: Link = Link {
+    parent: NIL,
+    first: NIL,
+    next: NIL,
+    prev: NIL,
+    epoch: 0,
+    state: State::Absent,
+};
+
+/// A block, and which use of its handle is meant.
+pub type Known = (Handle, u32);
+
+/// Chains and policies.
+pub struct Order {
+    links: Vec<Link>,
+    /// Counts the blocks of each tier in its order: memory tiers first, then NVMe.
+    policies: Vec<Box<dyn Policy>>,
+}
+
+impl Order {
+    /// No blocks yet; one policy a tier.
+    pub fn new(policies: Vec<Box<dyn Policy>>) -> Self {
+        Order {
+            links: Vec::new(),
+            policies,
+        }
+    }
+
+    /// The policy of a tier.
+    pub fn policy(&mut self, tier: usize) -> &mut dyn Policy {
+        &mut *self.policies[tier]
+    }
+
+    fn alive(&self, (h, epoch): Known) -> bool {
+        self.links
+            .get(h as usize)
+            .is_some_and(|link| link.epoch == epoch && link.state == State::Alive)
+    }
+
+    /// Adds a block to the tree. False: the parent is gone, or going, and nothing was added.
+    pub fn attach(&mut self, (h, epoch): Known, parent: Option<Known>) -> bool {
+        if parent.is_some_and(|parent| !self.alive(parent)) {
+            return false;
+        }
+        let at = h as usize;
+        if self.links.len() <= at {
+            self.links.resize(at + 1, ABSENT);
+        }
+        debug_assert_eq!(self.links[at].state, State::Absent);
+        let mut link = Link {
+            epoch,
+            state: State::Alive,
+            ..ABSENT
+        };
+        if let Some((parent, _)) = parent {
+            link.parent = parent;
+            link.next = std::mem::replace(&mut self.links[parent as usize].first, h);
+            if link.next != NIL {
+                self.links[link.next as usize].prev = h;
+            }
+        }
+        self.links[at] = link;
+        true
+    }
+
+    /// Is the block in the tree?
+    pub fn is_attached(&self, h: Handle) -> bool {
+        self.links
+            .get(h as usize)
+            .is_some_and(|link| link.state != State::Absent)
+    }
+
+    /// Takes a block without children out of the tree.
+    pub fn detach(&mut self, h: Handle) {
+        let link = std::mem::replace(&mut self.links[h as usize], ABSENT);
+        debug_assert_eq!(link.first, NIL, "children are removed before their parent");
+        if link.next != NIL {
+            self.links[link.next as usize].prev = link.prev;
+        }
+        if link.prev != NIL {
+            self.links[link.prev as usize].next = link.next;
+        } else if link.parent != NIL {
+            self.links[link.parent as usize].first = link.next;
+        }
+    }
+
+    /// Does any block in the store follow this one?
+    pub fn has_children(&self, h: Handle) -> bool {
+        self.links.get(h as usize).is_some_and(|link| link.first != NIL)
+    }
+
+    /// The parent of a block in the store.
+    pub fn parent(&self, h: Handle) -> Option<Handle> {
+        let link = self.links.get(h as usize)?;
+        Some(link.parent).filter(|&p| p != NIL)
+    }
+
+    /// The block and all that follow it, descendants first. From now on nothing can be attached to
+    /// any of them. Empty if it is not in the tree.
+    pub fn condemn(&mut self, root: Known) -> Vec<Known> {
+        let mut tree = Vec::new();
+        if !self
+            .links
+            .get(root.0 as usize)
+            .is_some_and(|link| link.epoch == root.1 && link.state != State::Absent)
+        {
+            return tree;
+        }
+        tree.push(root);
+        let mut next = 0;
+        while next < tree.len() {
+            let link = &mut self.links[tree[next].0 as usize];
+            link.state = State::Dying;
+            let mut child = link.first;
+            while child != NIL {
+                let link = self.links[child as usize];
+                tree.push((child, link.epoch));
+                child = link.next;
+            }
+            next += 1;
+        }
+        tree.reverse();
+        tree
+    }
+
+    /// These blocks and their ancestors, each after its parent.
+    pub fn parents_first(&self, blocks: &[Known]) -> Vec<Known> {
+        let mut seen = HashSet::new();
+        let mut out = Vec::with_capacity(blocks.len());
+        for &(h, epoch) in blocks {
+            if !self.alive((h, epoch)) {
+                continue;
+            }
+            let from = out.len();
+            let mut next = Some(h);
+            while let Some(at) = next.filter(|&at| seen.insert(at)) {
+                out.push((at, self.links[at as usize].epoch));
+                next = self.parent(at);
+            }
+            out[from..].reverse();
+        }
+        out
+    }
+
+    /// What a policy is told of a block that arrives.
+    pub fn meta(&self, h: Handle, fingerprint: u64, pages: u32, importance: f32) -> Meta {
+        Meta {
+            parent: self.parent(h),
+            fingerprint,
+            pages,
+            importance,
+        }
+    }
+
+    /// Bytes kept in memory.
+    pub fn memory_bytes(&self) -> usize {
+        self.links.capacity() * size_of::<Link>()
+            + self.policies.iter().map(|p| p.memory_bytes()).sum::<usize>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_condemned_tree_names_descendants_first_and_takes_no_more() {
+        let mut order = Order::new(Vec::new());
+        for (h, parent) in [(0, None), (1, Some(0)), (2, Some(1)), (3, Some(0)), (4, None)] {
+            assert!(order.attach((h, 7), parent.map(|p| (p, 7))));
+        }
+        assert!(!order.attach((5, 7), Some((0, 6))), "another use of the handle");
+        let tree: Vec<Handle> = order.condemn((0, 7)).iter().map(|k| k.0).collect();
+        assert_eq!(tree.len(), 4);
+        let at = |h| tree.iter().position(|&x| x == h).unwrap();
+        assert!(at(2) < at(1) && at(1) < at(0) && at(3) < at(0));
+        assert!(!order.attach((5, 7), Some((1, 7))));
+        for h in tree {
+            order.detach(h);
+        }
+        assert!(order.attach((1, 8), Some((4, 7))) && order.has_children(4));
+        order.detach(1);
+        assert!(!order.has_children(4));
+    }
+}

@@ -1,0 +1,128 @@
+use std::collections::{HashMap, HashSet};
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn meta(parent: Option<Handle>) -> Meta {
+    Meta {
+        parent,
+        pages: 1,
+        ..Meta::default()
+    }
+}
+
+fn victims(policy: &mut dyn Policy, n: usize) -> Vec<Handle> {
+    let mut out = Vec::new();
+    policy.victims(n, &mut |_| true, &mut out);
+    out
+}
+
+#[test]
+fn lru_names_the_longest_unused() {
+    let mut lru = Lru::default();
+    for h in 0..4 {
+        lru.on_insert(h, &meta(None));
+    }
+    lru.on_hit(0);
+    assert_eq!(victims(&mut lru, 3), [1, 2, 3]);
+    lru.on_remove(2);
+    assert_eq!(victims(&mut lru, 9), [1, 3, 0]);
+}
+
+#[test]
+fn s3_fifo_lets_one_hit_wonders_go_and_keeps_what_comes_back() {
+    let mut policy = S3Fifo::new(10);
+    for h in 0..5 {
+        policy.on_insert(h, &Meta { fingerprint: h.into(), ..meta(None) });
+    }
+    policy.on_hit(0);
+    policy.on_hit(0);
+    assert_eq!(victims(&mut policy, 1), [1], "0 was used twice and moved to the main queue");
+    policy.on_remove(1);
+    policy.on_insert(1, &Meta { fingerprint: 1, ..meta(None) });
+    assert_eq!(victims(&mut policy, 3), [2, 3, 4], "1 was remembered");
+}
+
+#[test]
+fn the_leaf_goes_first_and_then_its_parent() {
+    let mut policy = Leaf::new(Lru::default());
+    for h in 0..4 {
+        policy.on_insert(h, &meta(h.checked_sub(1)));
+    }
+    assert_eq!(victims(&mut policy, 3), [3, 2, 1]);
+    policy.on_remove(3);
+    policy.on_insert(3, &meta(Some(0)));
+    assert_eq!(victims(&mut policy, 1), [2], "both 2 and 3 are leaves, 2 is older");
+}
+
+#[test]
+fn unknown_names_say_what_is_allowed() {
+    let error = by_name("mru", 10).err().unwrap();
+    assert!(error.to_string().contains("lru-leaf"));
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Insert(u8),
+    Hit(u8),
+    Evict(u8),
+    Pin(u8),
+}
+
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    prop::collection::vec(
+        prop_oneof![
+            3 => any::<u8>().prop_map(Op::Insert),
+            3 => any::<u8>().prop_map(Op::Hit),
+            2 => (1u8..6).prop_map(Op::Evict),
+            1 => any::<u8>().prop_map(Op::Pin),
+        ],
+        1..200,
+    )
+}
+
+proptest! {
+    /// Whatever the policy: it names only what it was told of, nothing twice, nothing that is not
+    /// eligible, children before parents where chains count, and all of it if asked for enough.
+    #[test]
+    fn victims_are_always_legal(ops in ops(), which in 0..NAMES.len()) {
+        let name = NAMES[which];
+        let mut policy = by_name(name, 64).unwrap();
+        let mut resident: HashMap<Handle, Option<Handle>> = HashMap::new();
+        let mut pinned: HashSet<Handle> = HashSet::new();
+        for op in ops {
+            match op {
+                Op::Insert(x) if !resident.contains_key(&x.into()) => {
+                    let parent = Handle::from(x / 2);
+                    let parent = resident.contains_key(&parent).then_some(parent);
+                    policy.on_insert(x.into(), &Meta { fingerprint: x.into(), ..meta(parent) });
+                    resident.insert(x.into(), parent);
+                }
+                Op::Hit(x) => policy.on_hit(x.into()),
+                Op::Pin(x) => {
+                    if !pinned.remove(&x.into()) { pinned.insert(x.into()); }
+                }
+                Op::Evict(n) => {
+                    let mut out = Vec::new();
+                    policy.victims(n.into(), &mut |h| !pinned.contains(&h), &mut out);
+                    prop_assert!(out.len() <= n.into());
+                    for h in out {
+                        prop_assert!(!pinned.contains(&h));
+                        prop_assert!(resident.remove(&h).is_some(), "{h} is not here, or was named twice");
+                        if name.ends_with("leaf") {
+                            prop_assert!(resident.values().all(|p| *p != Some(h)), "{h} still has a child");
+                        }
+                        policy.on_remove(h);
+                    }
+                }
+                Op::Insert(_) => {}
+            }
+            prop_assert_eq!(policy.len(), resident.len());
+        }
+        let mut all = Vec::new();
+        policy.victims(1000, &mut |_| true, &mut all);
+        let all: HashSet<Handle> = all.into_iter().collect();
+        prop_assert_eq!(all, resident.keys().copied().collect::<HashSet<_>>());
+    }
+}

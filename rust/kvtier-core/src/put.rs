@@ -1,0 +1,203 @@
+//! Storing blocks.
+
+use std::time::Instant;
+
+use kvtier_codec::checksum::copy_hash64;
+use kvtier_codec::image::{self, Id, Segment, Shape};
+
+use crate::error::{Error, Kind, Result};
+use crate::index::{Entry, NOWHERE};
+use crate::key;
+use crate::order::Known;
+use crate::store::{Inner, NVME, Namespace, Store};
+
+/// A block to store.
+#[derive(Clone, Copy, Debug)]
+pub struct Block<'a> {
+    /// Its key, 16 to 64 bytes.
+    pub key: &'a [u8],
+    /// Its payload.
+    pub data: &'a [u8],
+    /// The key of the block before it.
+    pub parent: Option<&'a [u8]>,
+    /// The key of a block that this one makes superfluous: removed once this one is there.
+    pub replaces: Option<&'a [u8]>,
+    /// The caller's score.
+    pub importance: f32,
+}
+
+/// What became of a put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Put {
+    /// Stored in this tier.
+    Stored(&'static str),
+    /// It was there already, in this tier.
+    Present(&'static str),
+    /// Not stored: the parent that was named is not in the store, so the block would be useless.
+    Orphan,
+    /// Not stored: no room now.
+    Full,
+    /// Not stored: no room before the deadline.
+    Deadline,
+}
+
+impl Store {
+    /// Stores one block. Waits for room until `deadline`, then fails with [`Kind::Full`] (the
+    /// deadline had passed at the call) or [`Kind::Deadline`].
+    pub fn put(&self, ns: &Namespace, block: &Block<'_>, deadline: Instant) -> Result<Put> {
+        self.inner.check_open()?;
+        let shape = ns.layout.shape(block.data.len())?;
+        self.inner.put(ns, block, shape, deadline)
+    }
+
+    /// Stores blocks in order. What is wrong with a block is said before any is stored; a lack of
+    /// room is a block's own result.
+    pub fn put_many(&self, ns: &Namespace, blocks: &[Block<'_>], deadline: Instant) -> Result<Vec<Put>> {
+        self.inner.check_open()?;
+        let shapes = blocks
+            .iter()
+            .map(|block| {
+                key::id(&ns.digest, block.key)?;
+                ns.layout.shape(block.data.len())
+            })
+            .collect::<Result<Vec<_>>>()?;
+        blocks
+            .iter()
+            .zip(shapes)
+            .map(|(block, shape)| {
+                self.inner.put(ns, block, shape, deadline).or_else(|error| match error.kind() {
+                    Kind::Full => Ok(Put::Full),
+                    Kind::Deadline => Ok(Put::Deadline),
+                    _ => Err(error),
+                })
+            })
+            .collect()
+    }
+}
+
+impl Inner {
+    fn put(&self, ns: &Namespace, block: &Block<'_>, shape: Shape, deadline: Instant) -> Result<Put> {
+        let started = Instant::now();
+        let id = key::id(&ns.digest, block.key)?;
+        if !block.importance.is_finite() || block.importance < 0.0 {
+            return Err(Error::new(
+                Kind::InvalidBlock,
+                format!("importance {} was given; a finite score of at least 0 is needed", block.importance),
+            ));
+        }
+        if let Some(tier) = self.touch(&id, shape)? {
+            self.stats.present.add(1);
+            return Ok(Put::Present(tier));
+        }
+        let parent = match block.parent {
+            None => None,
+            Some(key) => {
+                let parent = key::id(&ns.digest, key)?;
+                match self.index.find(&parent) {
+                    Some(known) => Some((parent, known)),
+                    None => return Ok(self.orphan()),
+                }
+            }
+        };
+        let pin = self.reserve(0, shape.pages(), deadline)?;
+        let mut table = Vec::with_capacity(shape.segments());
+        for (offset, len) in ns.layout.segments(shape) {
+            // SAFETY: the slot is ours alone and at least `payload` bytes long, and so is `data`.
+            let checksum = unsafe {
+                copy_hash64(pin.ptr().add(offset), block.data[offset..].as_ptr(), len)
+            };
+            table.push(Segment {
+                offset: offset as u32,
+                len: len as u32,
+                checksum,
+            });
+        }
+        // SAFETY: the slot is ours alone until it is published, and as long as the image.
+        let bytes = unsafe { pin.bytes_mut(shape.image_len()) };
+        let root = image::seal(bytes, shape, &id, 0, 0, &table);
+
+        let mut entry = Entry::new(id, parent.as_ref().map(|p| &p.0), ns.tag(), shape, block.importance);
+        entry.root = root;
+        entry.memory[0] = pin.start();
+        let published = self.publish(entry, parent.map(|p| p.1));
+        match published {
+            Put::Stored(_) => {}
+            other => {
+                pin.discard();
+                return Ok(match other {
+                    Put::Orphan => self.orphan(),
+                    other => other,
+                });
+            }
+        }
+        drop(pin);
+        self.stats.puts.add(1);
+        self.stats.put_bytes.add(shape.payload() as u64);
+        self.memory[0].stats.inserts.add(1);
+        if let Some(key) = block.replaces {
+            let old = key::id(&ns.digest, key)?;
+            if old != id {
+                self.remove_id(&old);
+            }
+        }
+        self.stats.put.since(started);
+        Ok(published)
+    }
+
+    fn orphan(&self) -> Put {
+        self.stats.orphans.add(1);
+        Put::Orphan
+    }
+
+    /// If the block is there: notes the use, and says where it is. A block of another size under
+    /// the same key is an error.
+    fn touch(&self, id: &Id, shape: Shape) -> Result<Option<&'static str>> {
+        let shard = self.index.of(id);
+        let Some((h, entry)) = shard.find(id).and_then(|h| Some((h, shard.get(h)?))) else {
+            return Ok(None);
+        };
+        if entry.shape != shape {
+            return Err(Error::new(
+                Kind::InvalidBlock,
+                format!(
+                    "a block of {} bytes was given under a key that holds {} bytes. Equal keys must mean equal bytes: use another key, or remove the old block first",
+                    shape.payload(),
+                    entry.shape.payload()
+                ),
+            ));
+        }
+        let (tier, name) = match entry.in_memory() {
+            Some((tier, _)) => (tier, self.memory[tier].name),
+            None => (self.memory.len(), NVME),
+        };
+        self.order.lock().policy(tier).on_hit(h);
+        Ok(Some(name))
+    }
+
+    /// Makes a complete block visible, unless somebody else was first or its parent has gone.
+    fn publish(&self, entry: Entry, parent: Option<Known>) -> Put {
+        let start = entry.memory[0];
+        let mut shard = self.index.of(&entry.id);
+        if let Some(other) = shard.find(&entry.id).and_then(|h| shard.get(h)) {
+            let tier = match other.memory.iter().position(|&s| s != NOWHERE) {
+                Some(tier) => self.memory[tier].name,
+                None => NVME,
+            };
+            return Put::Present(tier);
+        }
+        let (fingerprint, pages, importance) = (entry.fingerprint(), entry.shape.pages(), entry.importance);
+        let h = self.index.insert(&mut shard, entry);
+        let epoch = shard.get(h).map_or(0, |entry| entry.epoch);
+        let mut order = self.order.lock();
+        if !order.attach((h, epoch), parent) {
+            drop(order);
+            self.index.remove(&mut shard, h);
+            return Put::Orphan;
+        }
+        let meta = order.meta(h, fingerprint, pages, importance);
+        order.policy(0).on_insert(h, &meta);
+        drop(order);
+        self.memory[0].arena.set_owner(start, h);
+        Put::Stored(self.memory[0].name)
+    }
+}

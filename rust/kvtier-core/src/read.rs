@@ -1,0 +1,541 @@
+//! Reading blocks: copies into the caller's memory, and leases of the store's own.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvtier_codec::image::{self, Id};
+
+use crate::arena::Pin;
+use crate::direct::{Direct, Part};
+use crate::error::{Error, Kind, Result};
+use crate::layout::{Piece, Selection};
+use crate::load::{Flight, Found, Miss, Wait};
+use crate::order::Known;
+use crate::policy::Handle;
+use crate::reader::{Proof, copy_out};
+use crate::store::{Inner, NVME, Namespace, Store};
+
+/// Bytes that one call has on their way from NVMe, ahead of what it copies.
+const AHEAD: usize = 32 << 20;
+
+/// Where a read puts its bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Out {
+    /// The first byte.
+    pub ptr: *mut u8,
+    /// Bytes there: exactly what the selection takes from the block.
+    pub len: usize,
+}
+
+// SAFETY: a destination that the caller hands over for the time of the call.
+unsafe impl Send for Out {}
+
+/// What became of one key of a read.
+pub type Got = std::result::Result<&'static str, Miss>;
+
+/// A block that stays where it is while this lives; it may outlive the store.
+#[derive(Clone)]
+pub struct Leased {
+    pin: Pin,
+    len: usize,
+    tier: &'static str,
+}
+
+impl Leased {
+    /// The payload's first byte.
+    pub fn ptr(&self) -> *const u8 {
+        self.pin.ptr()
+    }
+
+    /// Payload bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never: a block has at least one byte.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The tier it lies in.
+    pub fn tier(&self) -> &'static str {
+        self.tier
+    }
+}
+
+/// A flight that the caller has promised to wait for.
+struct Watched<'a> {
+    flight: Arc<Flight>,
+    inner: &'a Arc<Inner>,
+}
+
+impl Drop for Watched<'_> {
+    fn drop(&mut self) {
+        self.flight.unwatch(self.inner);
+    }
+}
+
+/// What is under way for a key that was not in memory when it was looked up.
+enum Pending<'a> {
+    Flight(Watched<'a>),
+    Direct(Direct),
+}
+
+/// A key of a call, with what it wants.
+struct Request<'a> {
+    ns: &'a Namespace,
+    selection: &'a Selection,
+    id: Id,
+    out: Out,
+    deadline: Instant,
+}
+
+impl Request<'_> {
+    fn pieces(&self, shape: image::Shape) -> Result<Vec<Piece>> {
+        // Rejects blocks that another layout wrote under an opaque namespace's key.
+        let pieces = self.ns.layout.pieces(shape, self.selection)?;
+        let bytes: usize = pieces.iter().map(|p| p.len).sum();
+        if bytes != self.out.len {
+            return Err(Error::new(
+                Kind::InvalidBlock,
+                format!(
+                    "a buffer of {} bytes was given for {bytes} bytes of a block of {}. Give each key a buffer of exactly that size",
+                    self.out.len,
+                    shape.payload()
+                ),
+            ));
+        }
+        Ok(pieces)
+    }
+}
+
+impl Store {
+    /// Copies blocks, or the same part of each, into the caller's memory, and verifies them. One
+    /// result a key: the tier that it was found in, or why it is a miss; after a miss the key's
+    /// buffer holds nothing that may be used.
+    ///
+    /// # Safety
+    /// Each `out` must be valid for writes of its length until the call returns, and they must not
+    /// overlap. Inside a registered region it must stay valid while the region lives.
+    pub unsafe fn get_into(
+        &self,
+        ns: &Namespace,
+        keys: &[&[u8]],
+        outs: &[Out],
+        selection: &Selection,
+        deadline: Instant,
+    ) -> Result<Vec<Got>> {
+        let inner = &self.inner;
+        inner.check_open()?;
+        if keys.len() != outs.len() {
+            return Err(Error::new(
+                Kind::InvalidBlock,
+                format!("{} buffers were given for {} keys; one a key is needed", outs.len(), keys.len()),
+            ));
+        }
+        let requests: Vec<Request<'_>> = ns
+            .ids(keys)?
+            .into_iter()
+            .zip(outs)
+            .map(|(id, &out)| Request { ns, selection, id, out, deadline })
+            .collect();
+        let mut pending: Vec<Option<Pending<'_>>> = Vec::new();
+        pending.resize_with(requests.len(), || None);
+        let (mut next, mut ahead) = (0, 0);
+        let mut results = Vec::with_capacity(requests.len());
+        let mut used: Vec<(usize, Handle)> = Vec::with_capacity(requests.len());
+        for i in 0..requests.len() {
+            while next < requests.len() && (next <= i || ahead < AHEAD) {
+                pending[next] = inner.begin(&requests[next])?;
+                if pending[next].is_some() {
+                    ahead += requests[next].out.len;
+                }
+                next += 1;
+            }
+            if pending[i].is_some() {
+                ahead -= requests[i].out.len;
+            }
+            let started = Instant::now();
+            let got = inner.get_one(&requests[i], pending[i].take())?;
+            match got {
+                Ok((tier, h)) => {
+                    used.push((tier, h));
+                    let stats = inner.tier_stats(tier);
+                    stats.hits.add(1);
+                    stats.hit_bytes.add(requests[i].out.len as u64);
+                    stats.get.since(started);
+                }
+                Err(_) => inner.stats.misses.add(1),
+            }
+            results.push(got.map(|(tier, _)| inner.tier_name(tier)));
+        }
+        // From the tail of the chain to its head, so that the head is the last to leave.
+        let mut order = inner.order.lock();
+        for (tier, h) in used.into_iter().rev() {
+            order.policy(tier).on_hit(h);
+        }
+        Ok(results)
+    }
+
+    /// Payload bytes that a selection takes from each of these blocks; `None` if it is not there.
+    pub fn sizes(&self, ns: &Namespace, keys: &[&[u8]], selection: &Selection) -> Result<Vec<Option<usize>>> {
+        self.inner.check_open()?;
+        ns.ids(keys)?
+            .iter()
+            .map(|id| {
+                let shard = self.inner.index.of(id);
+                let Some(entry) = shard.find(id).and_then(|h| shard.get(h)) else {
+                    return Ok(None);
+                };
+                let pieces = ns.layout.pieces(entry.shape, selection)?;
+                Ok(Some(pieces.iter().map(|p| p.len).sum()))
+            })
+            .collect()
+    }
+
+    /// Pins blocks where they lie in memory, loading those that lie on NVMe. `verify` checks their
+    /// bytes now; a zero-copy reader is not protected later.
+    pub fn lease(
+        &self,
+        ns: &Namespace,
+        keys: &[&[u8]],
+        verify: bool,
+        deadline: Instant,
+    ) -> Result<Vec<std::result::Result<Leased, Miss>>> {
+        let inner = &self.inner;
+        inner.check_open()?;
+        let ids = ns.ids(keys)?;
+        let mut flights: Vec<Option<Watched<'_>>> = Vec::new();
+        flights.resize_with(ids.len(), || None);
+        let (mut next, mut ahead) = (0, 0);
+        let mut leases = Vec::with_capacity(ids.len());
+        let mut used = Vec::with_capacity(ids.len());
+        for (i, id) in ids.iter().enumerate() {
+            while next < ids.len() && (next <= i || ahead < AHEAD) {
+                if let Some((known, bytes)) = inner.cold_only(&ids[next])
+                    && let Found::Flying(flight) = inner.load(known, true, true, deadline)
+                {
+                    flights[next] = Some(Watched { flight, inner });
+                    ahead += bytes;
+                }
+                next += 1;
+            }
+            if let Some(watched) = &flights[i] {
+                ahead -= watched.flight.shape.payload();
+            }
+            let leased = inner.lease_one(id, flights[i].take(), verify, deadline);
+            match leased {
+                Ok((_, tier, h)) => {
+                    used.push((tier, h));
+                    inner.tier_stats(tier).hits.add(1);
+                }
+                Err(_) => inner.stats.misses.add(1),
+            }
+            leases.push(leased.map(|(leased, _, _)| leased));
+        }
+        let mut order = inner.order.lock();
+        for (tier, h) in used.into_iter().rev() {
+            order.policy(tier).on_hit(h);
+        }
+        Ok(leases)
+    }
+
+    /// Keeps blocks in memory until as many [`Store::unpin`]s; loads them if needed. Says which are
+    /// pinned now.
+    pub fn pin(&self, ns: &Namespace, keys: &[&[u8]], deadline: Instant) -> Result<Vec<bool>> {
+        let leases = self.lease(ns, keys, false, deadline)?;
+        let mut pinned = self.inner.pinned.lock();
+        Ok(ns
+            .ids(keys)?
+            .into_iter()
+            .zip(leases)
+            .map(|(id, leased)| match leased {
+                Ok(leased) => {
+                    pinned.entry(id).or_insert_with(|| (leased.pin, 0)).1 += 1;
+                    true
+                }
+                Err(_) => false,
+            })
+            .collect())
+    }
+
+    /// Takes back one [`Store::pin`] of each key. Says which had one.
+    pub fn unpin(&self, ns: &Namespace, keys: &[&[u8]]) -> Result<Vec<bool>> {
+        let ids = ns.ids(keys)?;
+        let mut pinned = self.inner.pinned.lock();
+        Ok(ids
+            .into_iter()
+            .map(|id| {
+                let Some((_, count)) = pinned.get_mut(&id) else {
+                    return false;
+                };
+                *count -= 1;
+                if *count == 0 {
+                    pinned.remove(&id);
+                }
+                true
+            })
+            .collect())
+    }
+}
+
+impl Inner {
+    fn tier_stats(&self, tier: usize) -> &crate::stats::TierStats {
+        match (self.memory.get(tier), &self.cold) {
+            (Some(m), _) => &m.stats,
+            (None, Some(cold)) => &cold.stats,
+            (None, None) => &self.memory[0].stats,
+        }
+    }
+
+    fn tier_name(&self, tier: usize) -> &'static str {
+        self.memory.get(tier).map_or(NVME, |m| m.name)
+    }
+
+    /// The block, and its payload bytes, if it lies on NVMe only.
+    fn cold_only(&self, id: &Id) -> Option<(Known, usize)> {
+        let shard = self.index.of(id);
+        let h = shard.find(id)?;
+        let entry = shard.get(h)?;
+        let only = entry.in_memory().is_none() && entry.cold.is_some();
+        only.then(|| ((h, entry.epoch), entry.shape.payload()))
+    }
+
+    /// Starts the read from NVMe that a key needs, if it does.
+    fn begin<'a>(self: &'a Arc<Self>, request: &Request<'_>) -> Result<Option<Pending<'a>>> {
+        let Some((known, _)) = self.cold_only(&request.id) else {
+            return Ok(None);
+        };
+        if let Some(direct) = self.begin_direct(known, request)? {
+            return Ok(Some(Pending::Direct(direct)));
+        }
+        Ok(match self.load(known, true, true, request.deadline) {
+            Found::Flying(flight) => Some(Pending::Flight(Watched { flight, inner: self })),
+            Found::Resident | Found::Nowhere => None,
+        })
+    }
+
+    /// Reads only what is wanted, past the memory tier, where that pays: a whole block straight
+    /// into a registered region, or a few layers of a large block.
+    fn begin_direct(&self, known: Known, request: &Request<'_>) -> Result<Option<Direct>> {
+        let (shape, cold) = {
+            let mut shard = self.index.shard(known.0);
+            match shard.get_same(known.0, known.1) {
+                Some(entry) => match entry.cold {
+                    Some(cold) if cold.codec == 0 => (entry.shape, cold),
+                    _ => return Ok(None),
+                },
+                None => return Ok(None),
+            }
+        };
+        let pieces = request.pieces(shape)?;
+        let part = if request.selection.is_all() {
+            let at = request.out.ptr as usize;
+            let regions = self.regions.lock();
+            let Some(region) = regions.iter().find(|r| r.holds(at, request.out.len)) else {
+                return Ok(None);
+            };
+            if !at.is_multiple_of(image::PAGE) || shape.payload() < image::PAGE {
+                return Ok(None);
+            }
+            Part::Region(request.out.ptr, region.keep.clone())
+        } else {
+            let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
+                return Ok(None);
+            };
+            let (first, last) = (first.segment as usize, last.segment as usize);
+            let segments = request.ns.layout.segments(shape);
+            if shape.segments() == 1 {
+                return Ok(None);
+            }
+            let (from, to) = (segments[first].0, segments[last].0 + segments[last].1);
+            if (to - from) * 2 > shape.payload() {
+                return Ok(None); // most of it: load it, so that the next reader finds it
+            }
+            Part::Layers(from, to)
+        };
+        Ok(self.read_direct(known, request.id, shape, cold, part, request.deadline))
+    }
+
+    /// The tier and handle that a key was read from.
+    fn get_one<'a>(
+        self: &'a Arc<Self>,
+        request: &Request<'_>,
+        mut pending: Option<Pending<'a>>,
+    ) -> Result<std::result::Result<(usize, Handle), Miss>> {
+        let nvme = self.memory.len();
+        // A block can move between a look at the index and the next; a few times at most.
+        for _ in 0..16 {
+            match pending.take() {
+                None => {}
+                Some(Pending::Direct(direct)) => {
+                    let pieces = request.pieces(direct.shape())?;
+                    // SAFETY: `out` has the pieces' length (checked) and is the caller's promise.
+                    match unsafe { direct.finish(&pieces, request.out.ptr, request.deadline) } {
+                        Ok(()) => return Ok(Ok((nvme, direct.block().0))),
+                        Err(Miss::Deadline) => return Ok(Err(Miss::Deadline)),
+                        Err(miss) => match self.lose_cold(direct.block(), direct.place(), miss) {
+                            Miss::Absent => {} // it moved: look again
+                            miss => return Ok(Err(miss)),
+                        },
+                    }
+                }
+                Some(Pending::Flight(watched)) => {
+                    let flight = &watched.flight;
+                    match flight.wait(request.deadline) {
+                        Wait::Finish(pin) => match self.finish_into(request, flight, pin)? {
+                            Ok(()) => return Ok(Ok((nvme, flight.block.0))),
+                            Err(Miss::Absent) => {}
+                            Err(miss) => return Ok(Err(miss)),
+                        },
+                        Wait::Landed(Ok(()) | Err(Miss::Absent)) => {}
+                        Wait::Landed(Err(miss)) => return Ok(Err(miss)),
+                        Wait::TimedOut => return Ok(Err(Miss::Deadline)),
+                    }
+                }
+            }
+            let found = {
+                let shard = self.index.of(&request.id);
+                let Some((h, entry)) = shard.find(&request.id).and_then(|h| Some((h, shard.get(h)?))) else {
+                    return Ok(Err(Miss::Absent));
+                };
+                entry.in_memory().map(|(tier, start)| {
+                    let pin = self.memory[tier].arena.pin(start);
+                    (tier, (h, entry.epoch), entry.shape, entry.root, pin)
+                })
+            };
+            let Some((tier, known, shape, root, pin)) = found else {
+                pending = self.begin(request)?;
+                if pending.is_none() && self.cold_only(&request.id).is_some() {
+                    return Ok(Err(Miss::Full));
+                }
+                continue;
+            };
+            let Some(pin) = pin else {
+                continue;
+            };
+            let pieces = request.pieces(shape)?;
+            // SAFETY: a published image, pinned.
+            let bytes = unsafe { pin.bytes(shape.image_len()) };
+            let proof = self.verify.then_some(Proof {
+                id: &request.id,
+                generation: 0,
+                codec: 0,
+                root,
+            });
+            // SAFETY: `out` has the pieces' length (checked) and is the caller's promise.
+            let copied = unsafe { copy_out(bytes, shape, proof, &pieces, request.out.ptr) };
+            if copied.is_ok() {
+                drop(pin);
+                if let Some(pacer) = &self.memory[tier].pacer {
+                    pacer.pass(request.out.len);
+                }
+                return Ok(Ok((tier, known.0)));
+            }
+            self.lose_memory(known, tier, pin.start());
+            if self.cold_only(&request.id).is_none() && self.index.find(&request.id).is_none() {
+                return Ok(Err(Miss::Corrupt));
+            }
+        }
+        Ok(Err(Miss::Full))
+    }
+
+    /// Verifies a loaded image and copies it out in the same pass, then publishes it.
+    fn finish_into(
+        self: &Arc<Self>,
+        request: &Request<'_>,
+        flight: &Arc<Flight>,
+        pin: Pin,
+    ) -> Result<std::result::Result<(), Miss>> {
+        let shape = flight.shape;
+        let proof = flight.proof();
+        // SAFETY: the slot holds the image that was read, and is ours alone.
+        let bytes = unsafe { pin.bytes(shape.image_len()) };
+        let pieces = request.pieces(shape);
+        let verified = match &pieces {
+            Ok(pieces) if request.selection.is_all() => {
+                // SAFETY: `out` has the pieces' length (checked) and is the caller's promise.
+                unsafe { copy_out(bytes, shape, Some(proof), pieces, request.out.ptr) }
+            }
+            Ok(pieces) => image::verify(bytes, shape, proof.root, proof.id, proof.generation, proof.codec)
+                // SAFETY: as above.
+                .and_then(|()| unsafe { copy_out(bytes, shape, None, pieces, request.out.ptr) }),
+            Err(_) => image::verify(bytes, shape, proof.root, proof.id, proof.generation, proof.codec),
+        };
+        let landing = self.finish(flight, pin, verified.is_ok());
+        pieces?;
+        // A block that was removed while it was read is still a hit: the bytes are the right ones.
+        Ok(match (verified, landing) {
+            (Ok(()), _) => Ok(()),
+            (Err(_), Err(miss)) => Err(miss),
+            (Err(_), Ok(())) => Err(Miss::Corrupt),
+        })
+    }
+
+    fn lease_one<'a>(
+        self: &'a Arc<Self>,
+        id: &Id,
+        mut watched: Option<Watched<'a>>,
+        verify: bool,
+        deadline: Instant,
+    ) -> std::result::Result<(Leased, usize, Handle), Miss> {
+        for _ in 0..16 {
+            if let Some(watched) = watched.take() {
+                let flight = &watched.flight;
+                match flight.wait(deadline) {
+                    Wait::Finish(pin) => {
+                        let proof = flight.proof();
+                        // SAFETY: the slot holds the image that was read, and is ours alone.
+                        let bytes = unsafe { pin.bytes(flight.shape.image_len()) };
+                        let good = image::verify(bytes, flight.shape, proof.root, proof.id, proof.generation, proof.codec);
+                        match self.finish(flight, pin, good.is_ok()) {
+                            Ok(()) | Err(Miss::Absent) => {}
+                            Err(miss) => return Err(miss),
+                        }
+                    }
+                    Wait::Landed(Ok(()) | Err(Miss::Absent)) => {}
+                    Wait::Landed(Err(miss)) => return Err(miss),
+                    Wait::TimedOut => return Err(Miss::Deadline),
+                }
+            }
+            let (tier, known, shape, root, pin) = {
+                let shard = self.index.of(id);
+                let (h, entry) = shard
+                    .find(id)
+                    .and_then(|h| Some((h, shard.get(h)?)))
+                    .ok_or(Miss::Absent)?;
+                let known = (h, entry.epoch);
+                let Some((tier, start)) = entry.in_memory() else {
+                    drop(shard);
+                    if let Found::Flying(flight) = self.load(known, true, true, deadline) {
+                        watched = Some(Watched { flight, inner: self });
+                    }
+                    continue;
+                };
+                let pin = self.memory[tier].arena.pin(start);
+                (tier, known, entry.shape, entry.root, pin)
+            };
+            let Some(pin) = pin else {
+                continue;
+            };
+            if verify {
+                // SAFETY: a published image, pinned.
+                let bytes = unsafe { pin.bytes(shape.image_len()) };
+                if image::verify(bytes, shape, root, id, 0, 0).is_err() {
+                    self.lose_memory(known, tier, pin.start());
+                    if self.index.find(id).is_none() {
+                        return Err(Miss::Corrupt);
+                    }
+                    continue;
+                }
+            }
+            let leased = Leased {
+                pin,
+                len: shape.payload(),
+                tier: self.memory[tier].name,
+            };
+            return Ok((leased, tier, known.0));
+        }
+        Err(Miss::Full)
+    }
+}

@@ -1,0 +1,156 @@
+//! Taking bytes out of an image, and proving in the same pass that they are the right ones.
+
+use kvtier_codec::checksum::{copy, copy_hash64, hash64};
+use kvtier_codec::image::{self, Id, Mismatch, Root, Segment, Shape};
+
+use crate::layout::Piece;
+
+/// What an image must match.
+#[derive(Clone, Copy, Debug)]
+pub struct Proof<'a> {
+    /// The block's id.
+    pub id: &'a Id,
+    /// The slot's generation; 0 in memory tiers.
+    pub generation: u64,
+    /// How the payload is encoded.
+    pub codec: u16,
+    /// The root kept outside the slot.
+    pub root: Root,
+}
+
+impl Proof<'_> {
+    fn holds(&self, table: &[Segment], shape: Shape) -> Result<(), Mismatch> {
+        if image::table_matches(table, self.root, shape, self.id, self.generation, self.codec) {
+            return Ok(());
+        }
+        Err(if shape.table_len() == 0 {
+            Mismatch::Segment(0)
+        } else {
+            Mismatch::Table
+        })
+    }
+}
+
+/// Copies `pieces` of an image to `out`, one after another, and verifies every segment they touch
+/// against `proof`, if one is given. On a mismatch `out` holds bytes that must not be used.
+///
+/// # Safety
+/// `out` must be valid for writes of the pieces' bytes, and overlap neither them nor anything that
+/// others read.
+pub unsafe fn copy_out(
+    image: &[u8],
+    shape: Shape,
+    proof: Option<Proof<'_>>,
+    pieces: &[Piece],
+    out: *mut u8,
+) -> Result<(), Mismatch> {
+    let src = image.as_ptr();
+    let payload = shape.payload();
+    let whole = matches!(pieces, [piece] if piece.offset == 0 && piece.len == payload);
+    let Some(proof) = proof else {
+        let mut at = 0;
+        for piece in pieces {
+            // SAFETY: pieces lie in the payload; `out` holds them one after another.
+            unsafe { copy(out.add(at), src.add(piece.offset), piece.len) };
+            at += piece.len;
+        }
+        return Ok(());
+    };
+    if shape.segments() == 1 {
+        let checksum = if whole {
+            // SAFETY: the payload is `payload` bytes long, and so is `out`.
+            unsafe { copy_hash64(out, src, payload) }
+        } else {
+            hash64(&image[..payload])
+        };
+        let table = [Segment {
+            offset: 0,
+            len: payload as u32,
+            checksum,
+        }];
+        proof.holds(&table, shape)?;
+        if !whole {
+            // SAFETY: the caller's contract.
+            return unsafe { copy_out(image, shape, None, pieces, out) };
+        }
+        return Ok(());
+    }
+    let table = image::table(image, 0, shape);
+    proof.holds(&table, shape)?;
+    let check = |i: usize, checksum: u64| {
+        if checksum == table[i].checksum {
+            Ok(())
+        } else {
+            Err(Mismatch::Segment(i as u32))
+        }
+    };
+    let copied = |i: usize, at: usize| {
+        let (offset, len) = (table[i].offset as usize, table[i].len as usize);
+        // SAFETY: the table tiles the payload (`holds` checked it), and `out` has room at `at`.
+        check(i, unsafe { copy_hash64(out.add(at), src.add(offset), len) })
+    };
+    if whole {
+        for (i, segment) in table.iter().enumerate() {
+            copied(i, segment.offset as usize)?;
+        }
+        return Ok(());
+    }
+    let (mut at, mut verified) = (0, None);
+    for piece in pieces {
+        let i = piece.segment as usize;
+        let segment = table[i];
+        let (offset, len) = (segment.offset as usize, segment.len as usize);
+        if piece.offset == offset && piece.len == len {
+            copied(i, at)?;
+        } else {
+            if verified != Some(i) {
+                check(i, hash64(&image[offset..offset + len]))?;
+                verified = Some(i);
+            }
+            // SAFETY: the piece lies in the payload, and `out` has room at `at`.
+            unsafe { copy(out.add(at), src.add(piece.offset), piece.len) };
+        }
+        at += piece.len;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::{Layer, Layout, Selection};
+
+    fn block(tokens: usize) -> (Layout, Vec<u8>, Shape, Root) {
+        let layer = Layer { planes: 2, token_bytes: 700 };
+        let layout = Layout::new(vec![layer; 8], 32).unwrap();
+        let shape = layout.shape(8 * 2 * 700 * tokens).unwrap();
+        let mut image: Vec<u8> = (0..shape.image_len()).map(|i| (i * 7 + i / 255) as u8).collect();
+        let table: Vec<Segment> = layout.segments(shape).iter().map(|&(offset, len)| Segment {
+            offset: offset as u32, len: len as u32, checksum: hash64(&image[offset..offset + len]),
+        }).collect();
+        let root = image::seal(&mut image, shape, &[1; 32], 0, 0, &table);
+        (layout, image, shape, root)
+    }
+
+    #[test]
+    fn every_selection_is_copied_right_and_a_changed_byte_is_seen_where_it_matters() {
+        for tokens in [2, 32] {
+            let (layout, image, shape, root) = block(tokens);
+            let proof = Proof { id: &[1; 32], generation: 0, codec: 0, root };
+            for (layers, range) in [(None, None), (Some(2..5), None), (None, Some(1..2)), (Some(7..8), Some(0..1)), (Some(3..3), None)] {
+                let selection = Selection { layers, tokens: range };
+                let pieces = layout.pieces(shape, &selection).unwrap();
+                let want: Vec<u8> = pieces.iter().flat_map(|p| image[p.offset..p.offset + p.len].to_vec()).collect();
+                let mut out = vec![0u8; want.len()];
+                // SAFETY: `out` has the pieces' length.
+                unsafe { copy_out(&image, shape, Some(proof), &pieces, out.as_mut_ptr()) }.unwrap();
+                assert_eq!(out, want);
+                let Some(first) = pieces.first() else { continue };
+                let mut bad = image.clone();
+                bad[first.offset] ^= 1;
+                // SAFETY: as above.
+                assert!(unsafe { copy_out(&bad, shape, Some(proof), &pieces, out.as_mut_ptr()) }.is_err());
+            }
+        }
+    }
+}

@@ -1,0 +1,280 @@
+//! Looking at a path without serving from it.
+
+use std::collections::HashSet;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use kvtier_codec::image::{self, PAGE};
+
+use crate::buf::Pages;
+use crate::clock::SystemClock;
+use crate::commit::Committer;
+use crate::device::file::FileDevice;
+use crate::device::{Device, lock, read_exact};
+use crate::engine::{self, EngineKind, Limits, uring};
+use crate::error::Error;
+use crate::place;
+use crate::record::{self, Change, Entry, Record};
+use crate::recover::{self, Found};
+use crate::superblock::{Superblock, VERSION};
+use crate::tier::Slot;
+use crate::volume::Volume;
+
+/// What [`check`] found.
+#[derive(Clone, Debug, Default)]
+pub struct CheckReport {
+    /// Blocks whose record is committed.
+    pub blocks: u64,
+    /// Their payload bytes.
+    pub bytes: u64,
+    /// Blocks whose bytes do not match their root.
+    pub corrupt: u64,
+    /// Slots that are never used again.
+    pub quarantined: u64,
+    /// Blocks whose parent is not on this path.
+    pub orphaned: u64,
+    /// Corrupt blocks that were dropped (only with `repair`).
+    pub repaired: u64,
+    /// One line for each thing that is damaged.
+    pub damaged: Vec<String>,
+}
+
+/// What [`inspect`] read.
+#[derive(Clone, Debug)]
+pub struct Inspection {
+    /// Version of the format.
+    pub version: u32,
+    /// Identity given at format time, hexadecimal.
+    pub uuid: String,
+    /// Epoch of the superblock in force.
+    pub epoch: u64,
+    /// Bytes of the whole file or device in use.
+    pub size: u64,
+    /// Bytes of the data area.
+    pub data_bytes: u64,
+    /// Most blocks the metadata can hold.
+    pub max_blocks: u64,
+    /// Blocks whose record is committed.
+    pub blocks: u64,
+    /// Their payload bytes.
+    pub bytes: u64,
+    /// Pages of the data area in use.
+    pub used_pages: u64,
+    /// Slots that are never used again.
+    pub quarantined: u64,
+    /// Records in the active checkpoint.
+    pub checkpoint_records: u64,
+    /// Blocks in the journal since the checkpoint.
+    pub journal_blocks: u64,
+    /// Blocks the journal can hold.
+    pub journal_capacity: u64,
+    /// Process that has the path open, if any.
+    pub holder: Option<u32>,
+}
+
+/// What a directory and its file system offer.
+#[derive(Clone, Debug)]
+pub struct Probe {
+    /// Does a real read through io_uring work?
+    pub io_uring: bool,
+    /// Why, or why not.
+    pub io_uring_reason: String,
+    /// The alignment O_DIRECT asks for, in bytes; `None` where it is refused.
+    pub direct_alignment: Option<u32>,
+    /// Why, or why not.
+    pub direct_reason: String,
+    /// RLIMIT_MEMLOCK in bytes; `None` is unlimited.
+    pub memlock: Option<u64>,
+    /// What the limit means for registered buffers.
+    pub memlock_reason: String,
+}
+
+/// Verifies every block of the path against its root; `repair` drops those that do not match.
+///
+/// Takes the lock of the path and reads all its data.
+///
+/// # Errors
+/// As for opening the path; and if a repair cannot be written.
+pub fn check(path: &Path, repair: bool) -> Result<CheckReport, Error> {
+    let (device, lock) = place::open_existing(path)?;
+    let report = check_device(Arc::new(device), &path.display().to_string(), repair);
+    drop(lock);
+    report
+}
+
+fn check_device(device: Arc<dyn Device>, name: &str, repair: bool) -> Result<CheckReport, Error> {
+    let (superblock, damage) = recover::superblock(&*device, name)?;
+    let mut found = recover::recover(&*device, &superblock);
+    let parents: HashSet<[u8; 16]> = found.blocks.iter().map(|r| record::get(&r.id, 0)).collect();
+    let mut report = CheckReport {
+        blocks: found.blocks.len() as u64,
+        quarantined: found.lost.len() as u64,
+        damaged: damage.into_iter().chain(found.damaged.drain(..)).collect(),
+        ..CheckReport::default()
+    };
+    let mut corrupt = Vec::new();
+    for record in &found.blocks {
+        let Change::Add(entry) = record.change else {
+            continue;
+        };
+        report.bytes += entry.shape.payload() as u64;
+        report.orphaned += u64::from(entry.parent.is_some_and(|p| !parents.contains(&p)));
+        if let Err(why) = verify(&*device, &superblock, record, &entry) {
+            let id: String = record.id[..8].iter().map(|b| format!("{b:02x}")).collect();
+            report
+                .damaged
+                .push(format!("block {id}… at page {}: {why}", record.start));
+            corrupt.push(*record);
+        }
+    }
+    report.corrupt = corrupt.len() as u64;
+    if repair && !corrupt.is_empty() {
+        drop_blocks(&device, name, found, &corrupt)?;
+        report.repaired = report.corrupt;
+    }
+    Ok(report)
+}
+
+/// Reads a block and compares it with its root.
+fn verify(
+    device: &dyn Device,
+    superblock: &Superblock,
+    record: &Record,
+    entry: &Entry,
+) -> Result<(), String> {
+    let mut image = Pages::new(record.pages as usize);
+    read_exact(
+        device,
+        &mut image,
+        superblock.geometry.data_at(record.start),
+    )
+    .map_err(|e| format!("cannot be read ({e})"))?;
+    let Entry {
+        shape, root, codec, ..
+    } = *entry;
+    image::verify(&image, shape, root, &record.id, record.generation, codec)
+        .map_err(|why| format!("does not match its root ({why:?})"))
+}
+
+/// Removes blocks as a running store would.
+fn drop_blocks(
+    device: &Arc<dyn Device>,
+    name: &str,
+    mut found: Found,
+    corrupt: &[Record],
+) -> Result<(), Error> {
+    let limits = Limits {
+        inflight_bytes: PAGE,
+        emulate_gbs: None,
+        clock: Arc::new(SystemClock),
+    };
+    let engine = engine::start(EngineKind::Threads, device.clone(), &limits)?;
+    let clock = limits.clock;
+    let volume = Volume::new(
+        0,
+        name.to_owned(),
+        device.clone(),
+        engine,
+        clock,
+        &mut found,
+    );
+    let volume = Arc::new(volume);
+    let generation = found.generation;
+    let mut committer = Committer::new(volume.clone(), &found, move || generation);
+    for record in corrupt {
+        let slot = Slot {
+            path: 0,
+            start: record.start,
+            pages: record.pages,
+            generation: record.generation,
+        };
+        volume.leave(slot, &record.id, Change::Remove);
+    }
+    while !volume.state.lock().queue.is_empty() {
+        committer
+            .turn()
+            .map_err(|e| Error::io(format!("cannot write the repair of {name}"), e))?;
+    }
+    Ok(())
+}
+
+/// Summarizes superblock, checkpoint and journal, read-only and without the lock.
+///
+/// What a running store writes meanwhile may be missing.
+///
+/// # Errors
+/// If there is no readable store at `path`.
+pub fn inspect(path: &Path) -> Result<Inspection, Error> {
+    let name = path.display().to_string();
+    let device = FileDevice::open(&place::data_path(path), false)?;
+    let (superblock, _) = recover::superblock(&device, &name)?;
+    let found = recover::recover(&device, &superblock);
+    let geometry = superblock.geometry;
+    let payload = |r: &Record| match r.change {
+        Change::Add(entry) => entry.shape.payload() as u64,
+        Change::Remove | Change::Quarantine => 0,
+    };
+    Ok(Inspection {
+        version: VERSION,
+        uuid: superblock.uuid.iter().map(|b| format!("{b:02x}")).collect(),
+        epoch: superblock.epoch,
+        size: geometry.total * PAGE as u64,
+        data_bytes: u64::from(geometry.data) * PAGE as u64,
+        max_blocks: geometry.max_blocks,
+        blocks: found.blocks.len() as u64,
+        bytes: found.blocks.iter().map(payload).sum(),
+        used_pages: u64::from(found.slots.total() - found.slots.free_pages()),
+        quarantined: found.lost.len() as u64,
+        checkpoint_records: superblock.records,
+        journal_blocks: found.journal.len(),
+        journal_capacity: geometry.journal,
+        holder: lock::holder(path),
+    })
+}
+
+/// Finds out what `dir` offers. Makes a small file in it, and removes it again.
+pub fn probe(dir: &Path) -> Probe {
+    let memlock = uring::memlock();
+    let mut probe = Probe {
+        io_uring: false,
+        io_uring_reason: String::new(),
+        direct_alignment: None,
+        direct_reason: String::new(),
+        memlock,
+        memlock_reason: match memlock {
+            None => "unlimited: all of the arena can be registered".into(),
+            Some(bytes) => format!(
+                "{bytes} bytes: memory beyond that is used unregistered, at a little more CPU \
+                 time; raise it with `ulimit -l`"
+            ),
+        },
+    };
+    let file = dir.join(format!("kvtier.probe.{}", std::process::id()));
+    match FileDevice::create(&file, PAGE as u64) {
+        Err(e) => {
+            probe.io_uring_reason = e.to_string();
+            probe.direct_reason = e.to_string();
+        }
+        Ok(device) => {
+            (probe.direct_alignment, probe.direct_reason) = device.direct();
+            let limits = Limits {
+                inflight_bytes: PAGE,
+                emulate_gbs: None,
+                clock: Arc::new(SystemClock),
+            };
+            (probe.io_uring, probe.io_uring_reason) =
+                match uring::Uring::start(Arc::new(device), &limits) {
+                    Ok(_) => (true, "a read through it works".into()),
+                    Err(e) => (
+                        false,
+                        format!(
+                            "{e}: the kernel, or a seccomp profile (Docker's default), forbids it"
+                        ),
+                    ),
+                };
+        }
+    }
+    let _ = fs::remove_file(&file); // it is empty and named after this process
+    probe
+}

@@ -1,0 +1,147 @@
+//! The committer: one thread per path that makes records durable in groups.
+//!
+//! A group goes through two barriers: its blocks' data is made durable before the records that
+//! name it are written, and the records before anybody is told or a freed slot is used again.
+//! Under load both fall together: the second barrier of one group is the first of the next.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+
+use crate::checkpoint::Checkpoint;
+use crate::journal::Journal;
+use crate::record::{Change, PER_BLOCK, Record};
+use crate::recover::Found;
+use crate::superblock::Superblock;
+use crate::volume::{Volume, count};
+
+/// Makes the records of one volume durable.
+pub struct Committer {
+    volume: Arc<Volume>,
+    superblock: Superblock,
+    journal: Journal,
+    checkpoint: Option<Checkpoint>,
+    /// The data of all records before this number is durable.
+    covered: u64,
+    /// No slot was given out with this generation or a higher one.
+    generation: Box<dyn Fn() -> u64 + Send>,
+}
+
+impl Committer {
+    /// The committer over what recovery found.
+    pub fn new(
+        volume: Arc<Volume>,
+        found: &Found,
+        generation: impl Fn() -> u64 + Send + 'static,
+    ) -> Self {
+        Committer {
+            volume,
+            superblock: found.superblock,
+            journal: found.journal,
+            checkpoint: None,
+            covered: 0,
+            generation: Box::new(generation),
+        }
+    }
+
+    /// Works until the volume is stopped or fails. Sleeps while there is nothing to do.
+    pub fn run(mut self) {
+        loop {
+            let mut state = self.volume.state.lock();
+            while state.queue.is_empty() && self.checkpoint.is_none() && !state.stopping {
+                self.volume.work.wait(&mut state);
+            }
+            let end = state.queue.is_empty() && state.stopping;
+            drop(state);
+            if end {
+                break;
+            }
+            if let Err(e) = self.turn() {
+                self.volume
+                    .fail(format!("its metadata cannot be written ({e})"));
+                break;
+            }
+        }
+        self.volume.state.lock().stopped = true;
+        self.volume.progress.notify_all();
+    }
+
+    /// Commits one group of what waits, and goes one step of a checkpoint that is due.
+    pub fn turn(&mut self) -> io::Result<()> {
+        let (first, group) = self.take_group();
+        if !group.is_empty() {
+            self.commit(first, &group)?;
+        }
+        if self.checkpoint.is_some() || self.journal.room() < self.journal.len() {
+            self.step()?;
+        }
+        Ok(())
+    }
+
+    /// The next records, and the number of the first. They stay in the queue until they are durable.
+    fn take_group(&self) -> (u64, Vec<Record>) {
+        let state = self.volume.state.lock();
+        let most = self.journal.group() * PER_BLOCK as u64;
+        // What the last barrier covered needs no other; the rest is covered by this group's own.
+        let covered = self.covered.saturating_sub(state.committed);
+        let take = if covered > 0 { covered.min(most) } else { most };
+        let group = state.queue.iter().take(take as usize).copied().collect();
+        (state.committed, group)
+    }
+
+    fn commit(&mut self, first: u64, group: &[Record]) -> io::Result<()> {
+        let end = first + group.len() as u64;
+        let adds = group.iter().any(|r| matches!(r.change, Change::Add(_)));
+        if adds && self.covered < end {
+            self.barrier()?; // the data before its record
+        }
+        while self.journal.room() < group.len().div_ceil(PER_BLOCK) as u64 {
+            self.step()?;
+        }
+        let blocks = self.journal.append(&*self.volume.device, group)?;
+        self.barrier()?; // the record before anybody relies on it
+        let counters = &self.volume.counters;
+        count(&counters.journal_records, group.len() as u64);
+        count(&counters.journal_blocks, blocks);
+        let mut state = self.volume.state.lock();
+        for record in group {
+            state.apply(record);
+        }
+        state.queue.drain(..group.len());
+        if state.queue.is_empty() {
+            state.queue = VecDeque::new(); // give the memory of a burst back
+        }
+        state.committed = end;
+        drop(state);
+        self.volume.progress.notify_all();
+        Ok(())
+    }
+
+    /// Makes durable all that the device has completed, so the data of all records so far.
+    fn barrier(&mut self) -> io::Result<()> {
+        let completed = self.volume.state.lock().recorded();
+        self.volume.device.sync()?;
+        self.covered = completed;
+        count(&self.volume.counters.syncs, 1);
+        Ok(())
+    }
+
+    /// One step of the checkpoint; starts one if none is going.
+    fn step(&mut self) -> io::Result<()> {
+        let checkpoint = self.checkpoint.get_or_insert_with(|| {
+            Checkpoint::start(&self.superblock, &self.journal, (self.generation)())
+        });
+        let volume = &self.volume;
+        let complete = checkpoint.step(&*volume.device, |records| {
+            let state = volume.state.lock();
+            records.retain(|record| state.is_current(record));
+        })?;
+        if let Some(superblock) = complete {
+            self.superblock = superblock;
+            self.journal.release(superblock.sequence);
+            self.checkpoint = None;
+            count(&volume.counters.checkpoints, 1);
+        }
+        Ok(())
+    }
+}

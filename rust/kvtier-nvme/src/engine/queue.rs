@@ -1,0 +1,343 @@
+//! What to send to the device next: the order, the bounds and the pace, the same for every engine.
+
+use std::collections::VecDeque;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use kvtier_codec::image::PAGE;
+
+use super::{Kind, Op};
+
+/// Large operations go in pieces of this size, so that others get between them.
+const PIECE: usize = 1 << 20;
+/// What is left of an operation goes as one piece up to this size.
+const LAST_PIECE: usize = PIECE + PIECE / 2;
+/// Pieces in flight, whatever their size.
+pub(super) const MAX_PIECES: usize = 128;
+/// Bytes that reads may move for each byte of a write that waits.
+const READS_PER_WRITE: usize = 4;
+/// Transient errors in a row before a piece fails.
+const RETRIES: u32 = 64;
+/// How far the emulated device may run late and then catch up.
+const SLACK: Duration = Duration::from_millis(2);
+
+/// Operations that wait, and those in flight.
+pub(super) struct Queue {
+    jobs: Vec<Option<Job>>,
+    vacant: Vec<usize>,
+    /// Urgent reads, reads, writes.
+    waiting: [VecDeque<usize>; 3],
+    limit: usize,
+    in_flight: usize,
+    writes_in_flight: usize,
+    pieces: usize,
+    /// Bytes read ahead of a waiting write.
+    debt: usize,
+    pace: Option<Pace>,
+    closed: bool,
+}
+
+struct Job {
+    op: Op,
+    issued: usize,
+    pending: usize,
+    failure: Option<io::Error>,
+}
+
+/// A slowed-down device is busy until a point in time.
+struct Pace {
+    bytes_per_second: f64,
+    busy_until: Instant,
+}
+
+/// A part of an operation, as one request to the device.
+pub(super) struct Piece {
+    job: usize,
+    pub(super) kind: Kind,
+    ptr: *mut u8,
+    offset: u64,
+    len: usize,
+    moved: usize,
+    retries: u32,
+}
+
+// SAFETY: the memory belongs to the operation, which lives in the queue until the piece is settled.
+unsafe impl Send for Piece {}
+
+/// The answer of [`Queue::next`].
+pub(super) enum Next {
+    /// Send this.
+    Piece(Piece),
+    /// Ask again then.
+    Wait(Instant),
+    /// Ask again when something was added or settled.
+    Nothing,
+}
+
+/// What follows from the device's answer to a piece.
+pub(super) enum Step {
+    /// All of it was moved, or it failed.
+    Settled(io::Result<()>),
+    /// Send the rest.
+    Again,
+}
+
+/// A completed operation, whose owner is yet to be told.
+pub(super) struct Finished {
+    op: Op,
+    result: io::Result<()>,
+}
+
+impl Finished {
+    /// Tells the owner. To be called without any lock.
+    pub(super) fn tell(self) {
+        let Finished { op, result } = self;
+        let (done, buf) = (op.done, op.buf);
+        // A panic of the owner must not take down the thread that everybody's I/O goes through.
+        if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {
+            tracing::error!("a completion callback panicked");
+        }
+        drop(buf);
+    }
+}
+
+impl Queue {
+    pub(super) fn new(limit: usize, emulate_gbs: Option<f64>, now: Instant) -> Self {
+        Queue {
+            jobs: Vec::new(),
+            vacant: Vec::new(),
+            waiting: Default::default(),
+            limit,
+            in_flight: 0,
+            writes_in_flight: 0,
+            pieces: 0,
+            debt: 0,
+            pace: emulate_gbs.map(|gbs| Pace {
+                bytes_per_second: gbs * 1e9,
+                busy_until: now,
+            }),
+            closed: false,
+        }
+    }
+
+    /// Adds an operation, or hands it back failed once the queue is closed.
+    pub(super) fn push(&mut self, op: Op) -> Result<(), Finished> {
+        if self.closed {
+            let result = Err(io::Error::other("the engine is closed"));
+            return Err(Finished { op, result });
+        }
+        let line = match (op.kind, op.urgent) {
+            (Kind::Read, true) => 0,
+            (Kind::Read, false) => 1,
+            (Kind::Write, _) => 2,
+        };
+        let job = Some(Job {
+            op,
+            issued: 0,
+            pending: 0,
+            failure: None,
+        });
+        let index = match self.vacant.pop() {
+            Some(index) => {
+                self.jobs[index] = job;
+                index
+            }
+            None => {
+                self.jobs.push(job);
+                self.jobs.len() - 1
+            }
+        };
+        self.waiting[line].push_back(index);
+        Ok(())
+    }
+
+    /// Refuses further operations. Those that were added still run.
+    pub(super) fn close(&mut self) {
+        self.closed = true;
+    }
+
+    /// Was the queue closed, and has all that was added completed?
+    pub(super) fn is_finished(&self) -> bool {
+        self.closed && self.vacant.len() == self.jobs.len()
+    }
+
+    /// Might an operation that is added now be sent at once?
+    pub(super) fn has_room(&self) -> bool {
+        self.pieces < MAX_PIECES && self.in_flight + PAGE <= self.limit
+    }
+
+    /// The next piece to send. Reads go ahead of writes, but leave them a share.
+    pub(super) fn next(&mut self, now: Instant) -> Next {
+        let read = self.waiting[..2].iter().position(|line| !line.is_empty());
+        let write = self.waiting[2].front().map(|_| 2);
+        let write_due = match (read, write) {
+            (Some(_), Some(line)) => self.debt >= READS_PER_WRITE * self.front_len(line),
+            _ => true,
+        };
+        let order = if write_due {
+            [write, read]
+        } else {
+            [read, None]
+        };
+        for line in order.into_iter().flatten() {
+            if !self.fits(line) {
+                continue;
+            }
+            if let Some(pace) = &mut self.pace
+                && pace.busy_until > now
+            {
+                return Next::Wait(pace.busy_until);
+            }
+            if let Some(piece) = self.cut(line, write.is_some(), now) {
+                return Next::Piece(piece);
+            }
+        }
+        Next::Nothing
+    }
+
+    /// Takes back a piece that is settled; returns the operation if that was its last.
+    pub(super) fn settle(&mut self, piece: Piece, result: io::Result<()>) -> Option<Finished> {
+        self.pieces -= 1;
+        self.in_flight -= piece.len;
+        if piece.kind == Kind::Write {
+            self.writes_in_flight -= piece.len;
+        }
+        let job = self.jobs[piece.job].as_mut()?;
+        job.pending -= 1;
+        if let Err(e) = result {
+            job.failure.get_or_insert(e);
+            self.waiting
+                .iter_mut()
+                .for_each(|line| line.retain(|&i| i != piece.job));
+        }
+        self.retire(piece.job)
+    }
+
+    /// Fails all that was not sent yet; returns the operations of which nothing is in flight.
+    pub(super) fn cancel_waiting(&mut self, why: &str) -> Vec<Finished> {
+        let mut finished = Vec::new();
+        for index in std::mem::take(&mut self.waiting).into_iter().flatten() {
+            if let Some(job) = self.jobs[index].as_mut() {
+                job.failure
+                    .get_or_insert_with(|| io::Error::other(why.to_owned()));
+                finished.extend(self.retire(index)); // unless it has pieces in flight
+            }
+        }
+        finished
+    }
+
+    /// Removes a job that is complete, or has failed with nothing in flight.
+    fn retire(&mut self, index: usize) -> Option<Finished> {
+        let job = self.jobs[index].as_ref()?;
+        let complete = job.issued == job.op.len || job.failure.is_some();
+        if !complete || job.pending > 0 {
+            return None;
+        }
+        let job = self.jobs[index].take()?;
+        self.vacant.push(index);
+        Some(Finished {
+            op: job.op,
+            result: job.failure.map_or(Ok(()), Err),
+        })
+    }
+
+    /// Bytes of the piece that the front of `line` would send.
+    fn front_len(&self, line: usize) -> usize {
+        let job = self.waiting[line]
+            .front()
+            .and_then(|&i| self.jobs[i].as_ref());
+        let rest = job.map_or(0, |job| job.op.len - job.issued);
+        if rest <= LAST_PIECE { rest } else { PIECE }
+    }
+
+    fn fits(&self, line: usize) -> bool {
+        let len = self.front_len(line);
+        // A quarter of the bytes in flight is for reads, so that a hit need not wait for writes.
+        let (used, limit) = match line {
+            2 => (self.writes_in_flight, self.limit - self.limit / 4),
+            _ => (self.in_flight, self.limit),
+        };
+        self.pieces < MAX_PIECES
+            && (used == 0 || used + len <= limit)
+            && (self.in_flight == 0 || self.in_flight + len <= self.limit)
+    }
+
+    fn cut(&mut self, line: usize, write_waits: bool, now: Instant) -> Option<Piece> {
+        let len = self.front_len(line);
+        let index = *self.waiting[line].front()?;
+        let job = self.jobs[index].as_mut()?;
+        let piece = Piece {
+            job: index,
+            kind: job.op.kind,
+            ptr: job.op.buf.ptr().wrapping_add(job.issued),
+            offset: job.op.offset + job.issued as u64,
+            len,
+            moved: 0,
+            retries: 0,
+        };
+        job.issued += len;
+        job.pending += 1;
+        if job.issued == job.op.len {
+            self.waiting[line].pop_front();
+        }
+        self.pieces += 1;
+        self.in_flight += len;
+        if piece.kind == Kind::Write {
+            self.writes_in_flight += len;
+            self.debt = 0;
+        } else if write_waits {
+            self.debt += len;
+        }
+        if let Some(pace) = &mut self.pace {
+            let late = now.checked_sub(SLACK).unwrap_or(now);
+            let cost = Duration::from_secs_f64(len as f64 / pace.bytes_per_second);
+            pace.busy_until = pace.busy_until.max(late) + cost;
+        }
+        Some(piece)
+    }
+}
+
+impl Piece {
+    /// Where the rest of it lies in memory, and how long it is.
+    pub(super) fn memory(&self) -> (*mut u8, usize) {
+        (self.ptr.wrapping_add(self.moved), self.len - self.moved)
+    }
+
+    /// Where the rest of it lies on the device.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset + self.moved as u64
+    }
+
+    /// Takes the device's answer: bytes moved, or an error.
+    pub(super) fn advance(&mut self, answer: io::Result<usize>) -> Step {
+        let rest = self.len - self.moved;
+        match answer {
+            Ok(n) if n == rest => Step::Settled(Ok(())),
+            // What follows must stay aligned, so a part of a page is moved again.
+            Ok(n) if n >= PAGE && n < rest => {
+                self.moved += n - n % PAGE;
+                self.retries = 0;
+                Step::Again
+            }
+            Ok(0) => Step::Settled(Err(match self.kind {
+                Kind::Read => io::ErrorKind::UnexpectedEof.into(),
+                Kind::Write => io::ErrorKind::WriteZero.into(),
+            })),
+            Ok(n) if n < rest => self.retry(io::Error::other(format!("short transfer: {n} bytes"))),
+            Ok(n) => Step::Settled(Err(io::Error::other(format!("{n} bytes moved of {rest}")))),
+            Err(e) => match e.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN) => self.retry(e),
+                _ => Step::Settled(Err(e)),
+            },
+        }
+    }
+
+    fn retry(&mut self, error: io::Error) -> Step {
+        self.retries += 1;
+        if self.retries > RETRIES {
+            return Step::Settled(Err(error));
+        }
+        Step::Again
+    }
+}

@@ -1,0 +1,34 @@
+//! The NVMe tier: one preallocated file or block device per path.
+
+mod buf;
+mod check;
+mod checkpoint;
+mod clock;
+mod commit;
+pub mod device;
+pub mod engine;
+mod error;
+mod journal;
+mod place;
+mod record;
+mod recover;
+pub mod slots;
+mod superblock;
+mod tier;
+mod volume;
+
+pub use buf::{IoBuf, Pages};
+pub use check::{CheckReport, Inspection, Probe, check, inspect, probe};
+pub use clock::{Clock, SystemClock};
+pub use device::Device;
+pub use engine::EngineKind;
+pub use error::{Error, ErrorKind};
+pub use tier::{
+    Done, NvmeTier, Options, Read, Recovered, Registration, Slot, SlotHold, Stats, Write,
+};
+
+#[cfg(test)]
+extern crate self as kvtier_nvme; // the common helpers of the tests are written from outside
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,316 @@
+//! Slots: runs of 4 KiB pages, handed out from one flat range.
+//!
+//! The range is always tiled by runs, each free or owned. Free neighbours are merged at once, so
+//! the largest hole is as large as it can be; when holes are plenty but none is large enough,
+//! [`Slots::window`] names the cheapest stretch to clear, and its owners are moved or evicted.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Who owns a run. The meaning belongs to the caller; two values are taken.
+pub type Owner = u32;
+
+/// The owner of free runs.
+pub const FREE: Owner = u32::MAX;
+
+/// The owner of runs that are never given back (damaged, or ceded to other uses).
+pub const LOST: Owner = u32::MAX - 1;
+
+/// A run that is owned but must not be moved or evicted now (being filled, or awaiting a record).
+pub const BUSY: Owner = u32::MAX - 2;
+
+/// A run of pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// First page.
+    pub start: u32,
+    /// Pages in the run.
+    pub pages: u32,
+    /// Who owns it.
+    pub owner: Owner,
+}
+
+/// A best-fit allocator of page runs over a fixed range.
+#[derive(Debug)]
+pub struct Slots {
+    runs: BTreeMap<u32, (u32, Owner)>,
+    holes: BTreeSet<(u32, u32)>, // (pages, start)
+    total: u32,
+    free: u32,
+}
+
+impl Slots {
+    /// A range of `pages` pages, all free.
+    pub fn new(pages: u32) -> Self {
+        let mut slots = Slots {
+            runs: BTreeMap::new(),
+            holes: BTreeSet::new(),
+            total: pages,
+            free: 0,
+        };
+        if pages > 0 {
+            slots.insert_hole(0, pages);
+        }
+        slots
+    }
+
+    /// Pages in the range.
+    pub fn total(&self) -> u32 {
+        self.total
+    }
+
+    /// Pages that nobody owns.
+    pub fn free_pages(&self) -> u32 {
+        self.free
+    }
+
+    /// Pages in the largest hole.
+    pub fn largest_hole(&self) -> u32 {
+        self.holes.last().map_or(0, |&(pages, _)| pages)
+    }
+
+    /// Runs in the range, free ones too: what the allocator itself keeps in memory.
+    pub fn runs(&self) -> usize {
+        self.runs.len()
+    }
+
+    /// Takes `pages` pages from the smallest hole that holds them, lowest address first.
+    pub fn alloc(&mut self, pages: u32, owner: Owner) -> Option<u32> {
+        let &(hole, start) = self.holes.range((pages, 0)..).next()?;
+        self.take(start, hole, start, pages, owner);
+        Some(start)
+    }
+
+    /// As [`Slots::alloc`], but never inside `[from, to)`: where a block of a window may move to.
+    pub fn alloc_outside(&mut self, pages: u32, owner: Owner, from: u32, to: u32) -> Option<u32> {
+        let &(hole, start) = self
+            .holes
+            .range((pages, 0)..)
+            .find(|&&(hole, start)| start + hole <= from || start >= to)?;
+        self.take(start, hole, start, pages, owner);
+        Some(start)
+    }
+
+    /// Takes exactly `[start, start + pages)`; false if any of it is owned.
+    pub fn alloc_at(&mut self, start: u32, pages: u32, owner: Owner) -> bool {
+        let Some((&at, &(len, FREE))) = self.runs.range(..=start).next_back() else {
+            return false;
+        };
+        let fits = pages > 0 && start.checked_add(pages).is_some_and(|end| end <= at + len);
+        if fits {
+            self.take(at, len, start, pages, owner);
+        }
+        fits
+    }
+
+    /// Gives a run back. `start` must be the first page of an owned run.
+    ///
+    /// # Panics
+    /// If no owned run starts there: freeing twice must not pass unseen.
+    pub fn free(&mut self, start: u32) {
+        let (mut at, mut pages) = match self.runs.remove(&start) {
+            Some((pages, owner)) if owner != FREE => (start, pages),
+            other => panic!("page {start} is not the start of an owned run: {other:?}"),
+        };
+        self.free += pages;
+        if let Some((&before, &(len, FREE))) = self.runs.range(..at).next_back() {
+            self.remove_hole(before, len);
+            at = before;
+            pages += len;
+        }
+        if let Some((&after, &(len, FREE))) = self.runs.range(at..).next() {
+            self.remove_hole(after, len);
+            pages += len;
+        }
+        self.runs.insert(at, (pages, FREE));
+        self.holes.insert((pages, at));
+    }
+
+    /// Changes who owns the run that starts at `start`.
+    ///
+    /// # Panics
+    /// If no owned run starts there.
+    pub fn set_owner(&mut self, start: u32, owner: Owner) {
+        match self.runs.get_mut(&start) {
+            Some((_, current)) if *current != FREE => *current = owner,
+            other => panic!("page {start} is not the start of an owned run: {other:?}"),
+        }
+    }
+
+    /// The runs from the one that holds `from` up to page `to`, in address order.
+    pub fn iter(&self, from: u32, to: u32) -> impl Iterator<Item = Run> + '_ {
+        let first = self
+            .runs
+            .range(..=from)
+            .next_back()
+            .map_or(from, |(&start, _)| start);
+        self.runs
+            .range(first..to.max(first))
+            .map(|(&start, &(pages, owner))| Run {
+                start,
+                pages,
+                owner,
+            })
+    }
+
+    /// The stretch of at least `pages` pages that costs least to clear: as few owned pages as
+    /// possible, none of them [`LOST`], [`BUSY`] or refused by `movable`.
+    ///
+    /// Looks around the `tries` largest holes only, so the work is bounded. Returns `[from, to)`,
+    /// made of whole runs.
+    pub fn window(
+        &self,
+        pages: u32,
+        tries: usize,
+        mut movable: impl FnMut(Run) -> bool,
+    ) -> Option<(u32, u32)> {
+        let mut best: Option<(u32, (u32, u32))> = None;
+        for &(_, hole) in self.holes.iter().rev().take(tries) {
+            for (cost, from, to) in [
+                self.grow(hole, pages, true, &mut movable),
+                self.grow(hole, pages, false, &mut movable),
+            ]
+            .into_iter()
+            .flatten()
+            {
+                if best.is_none_or(|(least, _)| cost < least) {
+                    best = Some((cost, (from, to)));
+                }
+            }
+        }
+        best.map(|(_, window)| window)
+    }
+
+    fn grow(
+        &self,
+        hole: u32,
+        pages: u32,
+        up: bool,
+        movable: &mut impl FnMut(Run) -> bool,
+    ) -> Option<(u32, u32, u32)> {
+        let (mut from, mut to, mut cost) = (hole, hole, 0);
+        let mut visit = |start: u32, len: u32, owner: Owner| {
+            if owner != FREE {
+                let run = Run {
+                    start,
+                    pages: len,
+                    owner,
+                };
+                if owner == LOST || owner == BUSY || !movable(run) {
+                    return None;
+                }
+                cost += len;
+            }
+            (from, to) = (from.min(start), to.max(start + len));
+            Some(to - from >= pages)
+        };
+        if up {
+            for (&start, &(len, owner)) in self.runs.range(hole..) {
+                if visit(start, len, owner)? {
+                    return Some((cost, from, to));
+                }
+            }
+        } else {
+            for (&start, &(len, owner)) in self.runs.range(..=hole).rev() {
+                if visit(start, len, owner)? {
+                    return Some((cost, from, to));
+                }
+            }
+        }
+        None
+    }
+
+    fn insert_hole(&mut self, start: u32, pages: u32) {
+        self.runs.insert(start, (pages, FREE));
+        self.holes.insert((pages, start));
+        self.free += pages;
+    }
+
+    fn remove_hole(&mut self, start: u32, pages: u32) {
+        self.runs.remove(&start);
+        self.holes.remove(&(pages, start));
+    }
+
+    /// Cuts `[start, start + pages)` out of the hole `[at, at + len)`.
+    fn take(&mut self, at: u32, len: u32, start: u32, pages: u32, owner: Owner) {
+        self.remove_hole(at, len);
+        self.free -= len;
+        if start > at {
+            self.insert_hole(at, start - at);
+        }
+        let (end, hole_end) = (start + pages, at + len);
+        if end < hole_end {
+            self.insert_hole(end, hole_end - end);
+        }
+        self.runs.insert(start, (pages, owner));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn check(slots: &Slots) {
+        let (mut next, mut free, mut last_free) = (0, 0, false);
+        for run in slots.iter(0, slots.total()) {
+            assert_eq!(run.start, next, "runs tile the range");
+            assert!(run.pages > 0);
+            assert!(!(last_free && run.owner == FREE), "holes are merged");
+            last_free = run.owner == FREE;
+            if last_free {
+                free += run.pages;
+                assert!(slots.holes.contains(&(run.pages, run.start)));
+            }
+            next += run.pages;
+        }
+        assert_eq!((next, free), (slots.total(), slots.free_pages()));
+        assert_eq!(
+            slots.holes.len(),
+            slots.iter(0, next).filter(|r| r.owner == FREE).count()
+        );
+    }
+
+    #[test]
+    fn a_window_prefers_the_fewest_owned_pages_and_avoids_the_immovable() {
+        let mut slots = Slots::new(40);
+        let starts: Vec<u32> = (0..10).filter_map(|i| slots.alloc(4, i)).collect();
+        for i in [1, 3, 7] {
+            slots.free(starts[i]);
+        }
+        assert_eq!(slots.alloc(8, 99), None);
+        assert_eq!(slots.window(12, 8, |_| true), Some((4, 16)));
+        assert!(
+            slots
+                .window(12, 8, |r| r.owner != 2)
+                .is_some_and(|(a, b)| !(a <= 8 && b >= 12))
+        );
+        assert_eq!(slots.window(12, 8, |_| false), None);
+    }
+
+    #[test]
+    #[should_panic(expected = "not the start of an owned run")]
+    fn freeing_twice_is_seen() {
+        let mut slots = Slots::new(8);
+        let start = slots.alloc(2, 0).unwrap();
+        slots.free(start);
+        slots.free(start);
+    }
+
+    proptest! {
+        #[test]
+        fn runs_always_tile_the_range(ops in prop::collection::vec((0u8..4, 0u32..64, 1u32..20), 1..200)) {
+            let mut slots = Slots::new(64);
+            let mut owned: Vec<u32> = Vec::new();
+            for (op, at, pages) in ops {
+                match op {
+                    0 => owned.extend(slots.alloc(pages, 1)),
+                    1 if slots.alloc_at(at, pages, 2) => owned.push(at),
+                    2 => owned.extend(slots.alloc_outside(pages, 3, at, at + 8)),
+                    _ if !owned.is_empty() => slots.free(owned.swap_remove(at as usize % owned.len())),
+                    _ => {}
+                }
+                check(&slots);
+            }
+        }
+    }
+}
