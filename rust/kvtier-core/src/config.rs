@@ -129,7 +129,9 @@ impl Config {
                     "a path was given with a NUMA node, or for DRAM; only a CXL tier is mapped from a path, and then the path decides where it lies".into(),
                 );
             }
-            if m.emulate_gbs.is_some_and(|rate| rate.is_nan() || rate <= 0.0) {
+            if m.emulate_gbs
+                .is_some_and(|rate| rate.is_nan() || rate <= 0.0)
+            {
                 return fail("emulate_gbs must be more than 0, in 1e9 bytes a second".into());
             }
         }

@@ -94,8 +94,16 @@ impl Inner {
             Part::Layers(..) => scratch_ptr.wrapping_add(tail_len),
         };
         let spans = [
-            Span { at, len, ptr: body_ptr },
-            Span { at: tail_at, len: tail_len, ptr: scratch_ptr },
+            Span {
+                at,
+                len,
+                ptr: body_ptr,
+            },
+            Span {
+                at: tail_at,
+                len: tail_len,
+                ptr: scratch_ptr,
+            },
         ];
         let latch = Arc::new(Latch::default());
         latch.state.lock().0 = spans.iter().filter(|s| s.len > 0).count();
@@ -154,7 +162,13 @@ impl Direct {
     fn wait(&self, deadline: Instant) -> Result<(), Miss> {
         let mut state = self.latch.state.lock();
         while state.0 > 0 {
-            if self.latch.changed.wait_until(&mut state, deadline).timed_out() && state.0 > 0 {
+            if self
+                .latch
+                .changed
+                .wait_until(&mut state, deadline)
+                .timed_out()
+                && state.0 > 0
+            {
                 return Err(Miss::Deadline);
             }
         }
@@ -166,10 +180,24 @@ impl Direct {
     /// # Safety
     /// `out` must be valid for writes of the pieces' bytes; for a region it is the place that was
     /// read to.
-    pub(crate) unsafe fn finish(&self, pieces: &[Piece], out: *mut u8, deadline: Instant) -> Result<(), Miss> {
+    pub(crate) unsafe fn finish(
+        &self,
+        pieces: &[Piece],
+        out: *mut u8,
+        deadline: Instant,
+    ) -> Result<(), Miss> {
         self.wait(deadline)?;
         // SAFETY: both reads have completed.
-        let (body, tail) = unsafe { (self.body.bytes(), if self.tail.len > 0 { self.tail.bytes() } else { &[] }) };
+        let (body, tail) = unsafe {
+            (
+                self.body.bytes(),
+                if self.tail.len > 0 {
+                    self.tail.bytes()
+                } else {
+                    &[]
+                },
+            )
+        };
         let payload = self.shape.payload();
         if self.in_place {
             // SAFETY: `out` is `payload` bytes long, and the tail holds what follows the body.
@@ -182,21 +210,35 @@ impl Direct {
         } else {
             image::table(tail, self.tail.at, self.shape)
         };
-        if !image::table_matches(&table, self.cold.root, self.shape, &self.id, self.cold.slot.generation, self.cold.codec) {
+        if !image::table_matches(
+            &table,
+            self.cold.root,
+            self.shape,
+            &self.id,
+            self.cold.slot.generation,
+            self.cold.codec,
+        ) {
             return Err(Miss::Corrupt);
         }
         if self.in_place {
             // SAFETY: the whole payload lies at `out` now.
             let whole = unsafe { std::slice::from_raw_parts(out, payload) };
             let good = self.shape.table_len() == 0
-                || table.iter().all(|s| hash64(&whole[s.offset as usize..][..s.len as usize]) == s.checksum);
+                || table
+                    .iter()
+                    .all(|s| hash64(&whole[s.offset as usize..][..s.len as usize]) == s.checksum);
             return good.then_some(()).ok_or(Miss::Corrupt);
         }
         // SAFETY: the caller's contract.
         unsafe { self.copy_pieces(&table, pieces, out) }
     }
 
-    unsafe fn copy_pieces(&self, table: &[Segment], pieces: &[Piece], out: *mut u8) -> Result<(), Miss> {
+    unsafe fn copy_pieces(
+        &self,
+        table: &[Segment],
+        pieces: &[Piece],
+        out: *mut u8,
+    ) -> Result<(), Miss> {
         // SAFETY: the read has completed.
         let body = unsafe { self.body.bytes() };
         let (mut at, mut verified) = (0, None);

@@ -161,7 +161,9 @@ impl Shard {
     fn find_where(&self, begin: &[u8], same: impl Fn(&Id) -> bool) -> Option<Handle> {
         let entries = &self.entries;
         let local = self.table.find(hash(begin), |&local| {
-            entries[local as usize].as_ref().is_some_and(|e| same(&e.id))
+            entries[local as usize]
+                .as_ref()
+                .is_some_and(|e| same(&e.id))
         })?;
         Some(local << SHARD_BITS | self.number)
     }
@@ -345,7 +347,10 @@ mod tests {
             })
             .collect();
         assert_eq!(index.len(), 5000);
-        assert!(handles.iter().all(|&h| h < 40 * SHARDS as u32), "handles are dense");
+        assert!(
+            handles.iter().all(|&h| h < 40 * SHARDS as u32),
+            "handles are dense"
+        );
         for (n, &h) in handles.iter().enumerate() {
             assert_eq!(index.find(&entry(n as u32).id).map(|f| f.0), Some(h));
             if n % 2 == 0 {
@@ -373,6 +378,10 @@ mod tests {
 
     #[test]
     fn an_entry_is_small() {
-        assert!(size_of::<Option<Entry>>() <= 160, "{}", size_of::<Option<Entry>>());
+        assert!(
+            size_of::<Option<Entry>>() <= 160,
+            "{}",
+            size_of::<Option<Entry>>()
+        );
     }
 }

@@ -330,7 +330,13 @@ impl Inner {
                 continue;
             }
             let i = queued.next;
-            self.prefetch_one(&queued.ids[i], queued.tier, &queued.job, i, queued.priority > 0);
+            self.prefetch_one(
+                &queued.ids[i],
+                queued.tier,
+                &queued.job,
+                i,
+                queued.priority > 0,
+            );
             queued.next += 1;
             if queued.next < queued.ids.len() {
                 // Back to its own place: jobs of higher priority that came meanwhile go first.
@@ -345,7 +351,14 @@ impl Inner {
         }
     }
 
-    fn prefetch_one(self: &Arc<Self>, id: &Id, tier: usize, job: &Arc<Job>, i: usize, urgent: bool) {
+    fn prefetch_one(
+        self: &Arc<Self>,
+        id: &Id,
+        tier: usize,
+        job: &Arc<Job>,
+        i: usize,
+        urgent: bool,
+    ) {
         let (known, place, bytes) = {
             let shard = self.index.of(id);
             let Some((h, entry)) = shard.find(id).and_then(|h| Some((h, shard.get(h)?))) else {
@@ -357,7 +370,11 @@ impl Inner {
         match place {
             Some((at, _)) if at <= tier => return job.set(i, Ok(self.memory[at].name)),
             Some((at, _)) => {
-                let got = if self.promote(known.0, known.1, at) { tier } else { at };
+                let got = if self.promote(known.0, known.1, at) {
+                    tier
+                } else {
+                    at
+                };
                 return job.set(i, Ok(self.memory[got].name));
             }
             None => {}
@@ -383,7 +400,10 @@ impl Inner {
     fn promote(&self, h: u32, epoch: u32, from: usize) -> bool {
         let (old, shape, id, root) = {
             let mut shard = self.index.shard(h);
-            let Some(entry) = shard.get_same(h, epoch).filter(|e| e.memory[from] != NOWHERE) else {
+            let Some(entry) = shard
+                .get_same(h, epoch)
+                .filter(|e| e.memory[from] != NOWHERE)
+            else {
                 return false;
             };
             let Some(pin) = self.memory[from].arena.pin(entry.memory[from]) else {

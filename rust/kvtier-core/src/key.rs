@@ -80,7 +80,10 @@ mod tests {
         let a: Vec<u32> = (0..100).collect();
         let mut b = a.clone();
         b[40] = 7;
-        let (ka, kb) = (chain(&ns, &a, 16, false, &[]), chain(&ns, &b, 16, false, &[]));
+        let (ka, kb) = (
+            chain(&ns, &a, 16, false, &[]),
+            chain(&ns, &b, 16, false, &[]),
+        );
         assert_eq!((ka.len(), &ka[..2]), (6, &kb[..2]));
         assert!((2..6).all(|i| ka[i] != kb[i]));
         assert_eq!(chain(&ns, &a, 16, true, &[]).len(), 7);

@@ -119,7 +119,9 @@ impl Layout {
         };
         Err(Error::new(
             Kind::InvalidBlock,
-            format!("a block of {payload} bytes was given; this layout takes {allowed}. Check layout, dtype and shape"),
+            format!(
+                "a block of {payload} bytes was given; this layout takes {allowed}. Check layout, dtype and shape"
+            ),
         ))
     }
 
@@ -162,13 +164,24 @@ impl Layout {
         let tokens = self.tokens(shape);
         let layers = selection.layers.clone().unwrap_or(0..count);
         let taken = selection.tokens.clone().unwrap_or(0..tokens);
-        if layers.start > layers.end || layers.end > count || taken.start > taken.end || taken.end > tokens {
+        if layers.start > layers.end
+            || layers.end > count
+            || taken.start > taken.end
+            || taken.end > tokens
+        {
             return Err(Error::new(
                 Kind::InvalidBlock,
                 format!(
                     "layers {}..{} and tokens {}..{} were asked for; this block has layers 0..{count} and tokens 0..{tokens}{}",
-                    layers.start, layers.end, taken.start, taken.end,
-                    if self.is_opaque() { ". An opaque layout has neither: ask for whole blocks" } else { "" }
+                    layers.start,
+                    layers.end,
+                    taken.start,
+                    taken.end,
+                    if self.is_opaque() {
+                        ". An opaque layout has neither: ask for whole blocks"
+                    } else {
+                        ""
+                    }
                 ),
             ));
         }
@@ -178,15 +191,22 @@ impl Layout {
             let plane = layer.token_bytes as usize * tokens as usize;
             if layers.contains(&(i as u32)) && !taken.is_empty() {
                 for p in 0..layer.planes as usize {
-                    let offset = base + p * plane + taken.start as usize * layer.token_bytes as usize;
+                    let offset =
+                        base + p * plane + taken.start as usize * layer.token_bytes as usize;
                     let len = taken.len() * layer.token_bytes as usize;
                     match pieces.last_mut() {
-                        Some(Piece { segment, offset: last, len: n })
-                            if *segment == i as u32 && *last + *n == offset =>
-                        {
+                        Some(Piece {
+                            segment,
+                            offset: last,
+                            len: n,
+                        }) if *segment == i as u32 && *last + *n == offset => {
                             *n += len;
                         }
-                        _ => pieces.push(Piece { segment: i as u32, offset, len }),
+                        _ => pieces.push(Piece {
+                            segment: i as u32,
+                            offset,
+                            len,
+                        }),
                     }
                 }
             }
@@ -201,7 +221,10 @@ mod tests {
     use super::*;
 
     fn gqa() -> Layout {
-        let layer = Layer { planes: 2, token_bytes: 384 };
+        let layer = Layer {
+            planes: 2,
+            token_bytes: 384,
+        };
         Layout::new(vec![layer; 30], 16).unwrap()
     }
 
@@ -220,25 +243,60 @@ mod tests {
     #[test]
     fn pieces_are_what_a_loop_over_tokens_takes() {
         let layout = Layout::new(
-            vec![Layer { planes: 2, token_bytes: 3 }, Layer { planes: 1, token_bytes: 5 }, Layer { planes: 2, token_bytes: 7 }],
+            vec![
+                Layer {
+                    planes: 2,
+                    token_bytes: 3,
+                },
+                Layer {
+                    planes: 1,
+                    token_bytes: 5,
+                },
+                Layer {
+                    planes: 2,
+                    token_bytes: 7,
+                },
+            ],
             8,
-        ).unwrap();
+        )
+        .unwrap();
         for tokens in 1..=8u32 {
             let shape = layout.shape((6 + 5 + 14) * tokens as usize).unwrap();
-            for l0 in 0..=3 { for l1 in l0..=3 { for t0 in 0..=tokens { for t1 in t0..=tokens {
-                let selection = Selection { layers: Some(l0..l1), tokens: Some(t0..t1) };
-                let got: Vec<usize> = layout.pieces(shape, &selection).unwrap().iter()
-                    .flat_map(|p| p.offset..p.offset + p.len).collect();
-                let mut want = Vec::new();
-                let mut at = 0;
-                for (i, layer) in layout.layers.iter().enumerate() {
-                    for _ in 0..layer.planes { for t in 0..tokens { for _ in 0..layer.token_bytes {
-                        if (l0..l1).contains(&(i as u32)) && (t0..t1).contains(&t) { want.push(at); }
-                        at += 1;
-                    } } }
+            for l0 in 0..=3 {
+                for l1 in l0..=3 {
+                    for t0 in 0..=tokens {
+                        for t1 in t0..=tokens {
+                            let selection = Selection {
+                                layers: Some(l0..l1),
+                                tokens: Some(t0..t1),
+                            };
+                            let got: Vec<usize> = layout
+                                .pieces(shape, &selection)
+                                .unwrap()
+                                .iter()
+                                .flat_map(|p| p.offset..p.offset + p.len)
+                                .collect();
+                            let mut want = Vec::new();
+                            let mut at = 0;
+                            for (i, layer) in layout.layers.iter().enumerate() {
+                                for _ in 0..layer.planes {
+                                    for t in 0..tokens {
+                                        for _ in 0..layer.token_bytes {
+                                            if (l0..l1).contains(&(i as u32))
+                                                && (t0..t1).contains(&t)
+                                            {
+                                                want.push(at);
+                                            }
+                                            at += 1;
+                                        }
+                                    }
+                                }
+                            }
+                            assert_eq!(got, want);
+                        }
+                    }
                 }
-                assert_eq!(got, want);
-            } } } }
+            }
         }
     }
 
@@ -246,10 +304,19 @@ mod tests {
     fn a_range_outside_the_block_is_refused() {
         let layout = gqa();
         let shape = layout.shape(30 * 2 * 384 * 5).unwrap();
-        let bad = Selection { layers: None, tokens: Some(0..6) };
-        assert_eq!(layout.pieces(shape, &bad).unwrap_err().kind(), Kind::InvalidBlock);
+        let bad = Selection {
+            layers: None,
+            tokens: Some(0..6),
+        };
+        assert_eq!(
+            layout.pieces(shape, &bad).unwrap_err().kind(),
+            Kind::InvalidBlock
+        );
         let opaque = Layout::opaque();
-        let bad = Selection { layers: Some(0..1), tokens: None };
+        let bad = Selection {
+            layers: Some(0..1),
+            tokens: None,
+        };
         assert!(opaque.pieces(opaque.shape(5000).unwrap(), &bad).is_err());
     }
 }

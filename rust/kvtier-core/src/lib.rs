@@ -25,3 +25,6 @@ mod space;
 pub mod stats;
 pub mod store;
 pub mod workers;
+
+pub use kvtier_codec::checksum::kernel as copy_kernel;
+pub use kvtier_codec::image::PAGE;

@@ -157,24 +157,22 @@ impl Flight {
     pub(crate) fn unwatch(self: &Arc<Self>, inner: &Arc<Inner>) {
         let mut state = self.state.lock();
         state.watchers -= 1;
-        if state.watchers == 0
-            && let Some(pin) = Self::claim(&mut state)
-        {
-            drop(state);
-            inner.finish_later(self.clone(), pin);
+        let abandoned = state.watchers == 0 && matches!(state.phase, Phase::Arrived(_));
+        drop(state);
+        if abandoned {
+            inner.finish_later(self.clone());
         }
     }
 
     fn arrive(self: &Arc<Self>, inner: &Arc<Inner>, pin: Pin) {
         let mut state = self.state.lock();
-        if state.watchers > 0 {
-            state.phase = Phase::Arrived(pin);
-            drop(state);
+        state.phase = Phase::Arrived(pin);
+        let watched = state.watchers > 0;
+        drop(state);
+        if watched {
             self.changed.notify_all();
         } else {
-            state.phase = Phase::Finishing;
-            drop(state);
-            inner.finish_later(self.clone(), pin);
+            inner.finish_later(self.clone());
         }
     }
 
@@ -216,7 +214,13 @@ pub(crate) fn memory_root(id: &Id, shape: Shape, image: &[u8], table: Option<&[S
 impl Inner {
     /// Finds the block in memory, joins its flight, or starts one. Waits until `deadline` for a
     /// slot to load it into.
-    pub(crate) fn load(self: &Arc<Self>, block: Known, urgent: bool, watch: bool, deadline: Instant) -> Found {
+    pub(crate) fn load(
+        self: &Arc<Self>,
+        block: Known,
+        urgent: bool,
+        watch: bool,
+        deadline: Instant,
+    ) -> Found {
         let (flight, hold) = {
             let mut shard = self.index.shard(block.0);
             let Some(entry) = shard.get_same(block.0, block.1) else {
@@ -295,10 +299,14 @@ impl Inner {
         Found::Flying(flight)
     }
 
-    /// Has a worker verify and publish an image that nobody waits for.
-    fn finish_later(self: &Arc<Self>, flight: Arc<Flight>, pin: Pin) {
+    /// Has a worker verify and publish an image that nobody waits for. A reader who comes before
+    /// the worker does it himself: readers may be workers, and must never wait for one.
+    fn finish_later(self: &Arc<Self>, flight: Arc<Flight>) {
         let inner = self.clone();
         self.workers.spawn(Box::new(move || {
+            let Some(pin) = Flight::claim(&mut flight.state.lock()) else {
+                return;
+            };
             // SAFETY: the slot holds the image that was read, and is ours alone.
             let image = unsafe { pin.bytes(flight.shape.image_len()) };
             let proof = flight.proof();
@@ -315,7 +323,12 @@ impl Inner {
     }
 
     /// Publishes an image that was verified, or drops it with the entry's claim to it.
-    pub(crate) fn finish(self: &Arc<Self>, flight: &Arc<Flight>, pin: Pin, verified: bool) -> Landing {
+    pub(crate) fn finish(
+        self: &Arc<Self>,
+        flight: &Arc<Flight>,
+        pin: Pin,
+        verified: bool,
+    ) -> Landing {
         let landing = if verified {
             self.publish_loaded(flight, pin)
         } else {
@@ -355,7 +368,11 @@ impl Inner {
     fn land(&self, flight: &Arc<Flight>, landing: Landing) {
         let (h, _) = flight.block;
         let mut shard = self.index.shard(h);
-        if shard.flights.get(&h).is_some_and(|f| Arc::ptr_eq(f, flight)) {
+        if shard
+            .flights
+            .get(&h)
+            .is_some_and(|f| Arc::ptr_eq(f, flight))
+        {
             shard.flights.remove(&h);
         }
         drop(shard);

@@ -222,14 +222,12 @@ impl Inner {
                 return;
             }
             let mut victims = Vec::with_capacity(BATCH);
-            self.order
-                .lock()
-                .policy(tier)
-                .victims(BATCH, &mut |h| !writing.contains(&h), &mut victims);
-            let moved = victims
-                .iter()
-                .filter(|&&h| self.demote(tier, h))
-                .count();
+            self.order.lock().policy(tier).victims(
+                BATCH,
+                &mut |h| !writing.contains(&h),
+                &mut victims,
+            );
+            let moved = victims.iter().filter(|&&h| self.demote(tier, h)).count();
             if moved == 0 {
                 return; // all that is left is held, or the tier below takes nothing
             }
@@ -325,7 +323,14 @@ impl Inner {
     }
 
     /// Starts a block's write to NVMe. False: it stays where it is.
-    fn write_down(self: &Arc<Self>, tier: usize, h: Handle, entry: Entry, pin: Pin, why: Why) -> bool {
+    fn write_down(
+        self: &Arc<Self>,
+        tier: usize,
+        h: Handle,
+        entry: Entry,
+        pin: Pin,
+        why: Why,
+    ) -> bool {
         let Some(cold) = &self.cold else {
             return false;
         };
@@ -434,7 +439,9 @@ impl Inner {
             let soon = cold.tier.free_soon_pages();
             if soon >= u64::from(pages) {
                 // A freed slot is reused only once the record that frees it is durable.
-                cold.tier.flush(Some(Instant::now() + Duration::from_secs(5))).ok()?;
+                cold.tier
+                    .flush(Some(Instant::now() + Duration::from_secs(5)))
+                    .ok()?;
                 if let Some(slot) = cold.tier.reserve(pages) {
                     return Some(slot);
                 }
@@ -449,10 +456,11 @@ impl Inner {
             }
             if freed == 0 {
                 let mut victims = Vec::new();
-                self.order
-                    .lock()
-                    .policy(self.memory.len())
-                    .victims(64, &mut |_| true, &mut victims);
+                self.order.lock().policy(self.memory.len()).victims(
+                    64,
+                    &mut |_| true,
+                    &mut victims,
+                );
                 let mut pages_freed = 0;
                 for h in victims {
                     // Twice what is needed: the next writer finds room without waiting.
@@ -469,7 +477,9 @@ impl Inner {
             if freed == 0 && soon == 0 {
                 return None;
             }
-            cold.tier.flush(Some(Instant::now() + Duration::from_secs(5))).ok()?;
+            cold.tier
+                .flush(Some(Instant::now() + Duration::from_secs(5)))
+                .ok()?;
         }
         None
     }
@@ -560,10 +570,7 @@ impl Inner {
     pub(crate) fn lose_memory(&self, (h, epoch): Known, tier: usize, start: u32) {
         let memory = &self.memory[tier];
         let mut shard = self.index.shard(h);
-        let Some(entry) = shard
-            .get_same(h, epoch)
-            .filter(|e| e.memory[tier] == start)
-        else {
+        let Some(entry) = shard.get_same(h, epoch).filter(|e| e.memory[tier] == start) else {
             return; // somebody saw it first
         };
         memory.stats.corrupt.add(1);

@@ -116,7 +116,9 @@ impl Order {
 
     /// Does any block in the store follow this one?
     pub fn has_children(&self, h: Handle) -> bool {
-        self.links.get(h as usize).is_some_and(|link| link.first != NIL)
+        self.links
+            .get(h as usize)
+            .is_some_and(|link| link.first != NIL)
     }
 
     /// The parent of a block in the store.
@@ -185,7 +187,11 @@ impl Order {
     /// Bytes kept in memory.
     pub fn memory_bytes(&self) -> usize {
         self.links.capacity() * size_of::<Link>()
-            + self.policies.iter().map(|p| p.memory_bytes()).sum::<usize>()
+            + self
+                .policies
+                .iter()
+                .map(|p| p.memory_bytes())
+                .sum::<usize>()
     }
 }
 
@@ -196,10 +202,19 @@ mod tests {
     #[test]
     fn a_condemned_tree_names_descendants_first_and_takes_no_more() {
         let mut order = Order::new(Vec::new());
-        for (h, parent) in [(0, None), (1, Some(0)), (2, Some(1)), (3, Some(0)), (4, None)] {
+        for (h, parent) in [
+            (0, None),
+            (1, Some(0)),
+            (2, Some(1)),
+            (3, Some(0)),
+            (4, None),
+        ] {
             assert!(order.attach((h, 7), parent.map(|p| (p, 7))));
         }
-        assert!(!order.attach((5, 7), Some((0, 6))), "another use of the handle");
+        assert!(
+            !order.attach((5, 7), Some((0, 6))),
+            "another use of the handle"
+        );
         let tree: Vec<Handle> = order.condemn((0, 7)).iter().map(|k| k.0).collect();
         assert_eq!(tree.len(), 4);
         let at = |h| tree.iter().position(|&x| x == h).unwrap();

@@ -47,6 +47,9 @@ mod tests {
         assert_eq!(pacer.ends(1_000_000, now), now + Duration::from_millis(1));
         assert_eq!(pacer.ends(1_000_000, now), now + Duration::from_millis(2));
         let later = now + Duration::from_secs(1);
-        assert_eq!(pacer.ends(1_000_000, later), later + Duration::from_millis(1));
+        assert_eq!(
+            pacer.ends(1_000_000, later),
+            later + Duration::from_millis(1)
+        );
     }
 }

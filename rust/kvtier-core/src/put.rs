@@ -52,7 +52,12 @@ impl Store {
 
     /// Stores blocks in order. What is wrong with a block is said before any is stored; a lack of
     /// room is a block's own result.
-    pub fn put_many(&self, ns: &Namespace, blocks: &[Block<'_>], deadline: Instant) -> Result<Vec<Put>> {
+    pub fn put_many(
+        &self,
+        ns: &Namespace,
+        blocks: &[Block<'_>],
+        deadline: Instant,
+    ) -> Result<Vec<Put>> {
         self.inner.check_open()?;
         let shapes = blocks
             .iter()
@@ -65,24 +70,35 @@ impl Store {
             .iter()
             .zip(shapes)
             .map(|(block, shape)| {
-                self.inner.put(ns, block, shape, deadline).or_else(|error| match error.kind() {
-                    Kind::Full => Ok(Put::Full),
-                    Kind::Deadline => Ok(Put::Deadline),
-                    _ => Err(error),
-                })
+                self.inner
+                    .put(ns, block, shape, deadline)
+                    .or_else(|error| match error.kind() {
+                        Kind::Full => Ok(Put::Full),
+                        Kind::Deadline => Ok(Put::Deadline),
+                        _ => Err(error),
+                    })
             })
             .collect()
     }
 }
 
 impl Inner {
-    fn put(&self, ns: &Namespace, block: &Block<'_>, shape: Shape, deadline: Instant) -> Result<Put> {
+    fn put(
+        &self,
+        ns: &Namespace,
+        block: &Block<'_>,
+        shape: Shape,
+        deadline: Instant,
+    ) -> Result<Put> {
         let started = Instant::now();
         let id = key::id(&ns.digest, block.key)?;
         if !block.importance.is_finite() || block.importance < 0.0 {
             return Err(Error::new(
                 Kind::InvalidBlock,
-                format!("importance {} was given; a finite score of at least 0 is needed", block.importance),
+                format!(
+                    "importance {} was given; a finite score of at least 0 is needed",
+                    block.importance
+                ),
             ));
         }
         if let Some(tier) = self.touch(&id, shape)? {
@@ -103,9 +119,8 @@ impl Inner {
         let mut table = Vec::with_capacity(shape.segments());
         for (offset, len) in ns.layout.segments(shape) {
             // SAFETY: the slot is ours alone and at least `payload` bytes long, and so is `data`.
-            let checksum = unsafe {
-                copy_hash64(pin.ptr().add(offset), block.data[offset..].as_ptr(), len)
-            };
+            let checksum =
+                unsafe { copy_hash64(pin.ptr().add(offset), block.data[offset..].as_ptr(), len) };
             table.push(Segment {
                 offset: offset as u32,
                 len: len as u32,
@@ -116,7 +131,13 @@ impl Inner {
         let bytes = unsafe { pin.bytes_mut(shape.image_len()) };
         let root = image::seal(bytes, shape, &id, 0, 0, &table);
 
-        let mut entry = Entry::new(id, parent.as_ref().map(|p| &p.0), ns.tag(), shape, block.importance);
+        let mut entry = Entry::new(
+            id,
+            parent.as_ref().map(|p| &p.0),
+            ns.tag(),
+            shape,
+            block.importance,
+        );
         entry.root = root;
         entry.memory[0] = pin.start();
         let published = self.publish(entry, parent.map(|p| p.1));
@@ -185,7 +206,8 @@ impl Inner {
             };
             return Put::Present(tier);
         }
-        let (fingerprint, pages, importance) = (entry.fingerprint(), entry.shape.pages(), entry.importance);
+        let (fingerprint, pages, importance) =
+            (entry.fingerprint(), entry.shape.pages(), entry.importance);
         let h = self.index.insert(&mut shard, entry);
         let epoch = shard.get(h).map_or(0, |entry| entry.epoch);
         let mut order = self.order.lock();

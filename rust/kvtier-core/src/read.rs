@@ -130,14 +130,24 @@ impl Store {
         if keys.len() != outs.len() {
             return Err(Error::new(
                 Kind::InvalidBlock,
-                format!("{} buffers were given for {} keys; one a key is needed", outs.len(), keys.len()),
+                format!(
+                    "{} buffers were given for {} keys; one a key is needed",
+                    outs.len(),
+                    keys.len()
+                ),
             ));
         }
         let requests: Vec<Request<'_>> = ns
             .ids(keys)?
             .into_iter()
             .zip(outs)
-            .map(|(id, &out)| Request { ns, selection, id, out, deadline })
+            .map(|(id, &out)| Request {
+                ns,
+                selection,
+                id,
+                out,
+                deadline,
+            })
             .collect();
         let mut pending: Vec<Option<Pending<'_>>> = Vec::new();
         pending.resize_with(requests.len(), || None);
@@ -178,7 +188,12 @@ impl Store {
     }
 
     /// Payload bytes that a selection takes from each of these blocks; `None` if it is not there.
-    pub fn sizes(&self, ns: &Namespace, keys: &[&[u8]], selection: &Selection) -> Result<Vec<Option<usize>>> {
+    pub fn sizes(
+        &self,
+        ns: &Namespace,
+        keys: &[&[u8]],
+        selection: &Selection,
+    ) -> Result<Vec<Option<usize>>> {
         self.inner.check_open()?;
         ns.ids(keys)?
             .iter()
@@ -310,7 +325,10 @@ impl Inner {
             return Ok(Some(Pending::Direct(direct)));
         }
         Ok(match self.load(known, true, true, request.deadline) {
-            Found::Flying(flight) => Some(Pending::Flight(Watched { flight, inner: self })),
+            Found::Flying(flight) => Some(Pending::Flight(Watched {
+                flight,
+                inner: self,
+            })),
             Found::Resident | Found::Nowhere => None,
         })
     }
@@ -396,7 +414,10 @@ impl Inner {
             }
             let found = {
                 let shard = self.index.of(&request.id);
-                let Some((h, entry)) = shard.find(&request.id).and_then(|h| Some((h, shard.get(h)?))) else {
+                let Some((h, entry)) = shard
+                    .find(&request.id)
+                    .and_then(|h| Some((h, shard.get(h)?)))
+                else {
                     return Ok(Err(Miss::Absent));
                 };
                 entry.in_memory().map(|(tier, start)| {
@@ -457,10 +478,24 @@ impl Inner {
                 // SAFETY: `out` has the pieces' length (checked) and is the caller's promise.
                 unsafe { copy_out(bytes, shape, Some(proof), pieces, request.out.ptr) }
             }
-            Ok(pieces) => image::verify(bytes, shape, proof.root, proof.id, proof.generation, proof.codec)
-                // SAFETY: as above.
-                .and_then(|()| unsafe { copy_out(bytes, shape, None, pieces, request.out.ptr) }),
-            Err(_) => image::verify(bytes, shape, proof.root, proof.id, proof.generation, proof.codec),
+            Ok(pieces) => image::verify(
+                bytes,
+                shape,
+                proof.root,
+                proof.id,
+                proof.generation,
+                proof.codec,
+            )
+            // SAFETY: as above.
+            .and_then(|()| unsafe { copy_out(bytes, shape, None, pieces, request.out.ptr) }),
+            Err(_) => image::verify(
+                bytes,
+                shape,
+                proof.root,
+                proof.id,
+                proof.generation,
+                proof.codec,
+            ),
         };
         let landing = self.finish(flight, pin, verified.is_ok());
         pieces?;
@@ -487,7 +522,14 @@ impl Inner {
                         let proof = flight.proof();
                         // SAFETY: the slot holds the image that was read, and is ours alone.
                         let bytes = unsafe { pin.bytes(flight.shape.image_len()) };
-                        let good = image::verify(bytes, flight.shape, proof.root, proof.id, proof.generation, proof.codec);
+                        let good = image::verify(
+                            bytes,
+                            flight.shape,
+                            proof.root,
+                            proof.id,
+                            proof.generation,
+                            proof.codec,
+                        );
                         match self.finish(flight, pin, good.is_ok()) {
                             Ok(()) | Err(Miss::Absent) => {}
                             Err(miss) => return Err(miss),
@@ -508,7 +550,10 @@ impl Inner {
                 let Some((tier, start)) = entry.in_memory() else {
                     drop(shard);
                     if let Found::Flying(flight) = self.load(known, true, true, deadline) {
-                        watched = Some(Watched { flight, inner: self });
+                        watched = Some(Watched {
+                            flight,
+                            inner: self,
+                        });
                     }
                     continue;
                 };

@@ -20,7 +20,14 @@ pub struct Proof<'a> {
 
 impl Proof<'_> {
     fn holds(&self, table: &[Segment], shape: Shape) -> Result<(), Mismatch> {
-        if image::table_matches(table, self.root, shape, self.id, self.generation, self.codec) {
+        if image::table_matches(
+            table,
+            self.root,
+            shape,
+            self.id,
+            self.generation,
+            self.codec,
+        ) {
             return Ok(());
         }
         Err(if shape.table_len() == 0 {
@@ -121,13 +128,24 @@ mod tests {
     use crate::layout::{Layer, Layout, Selection};
 
     fn block(tokens: usize) -> (Layout, Vec<u8>, Shape, Root) {
-        let layer = Layer { planes: 2, token_bytes: 700 };
+        let layer = Layer {
+            planes: 2,
+            token_bytes: 700,
+        };
         let layout = Layout::new(vec![layer; 8], 32).unwrap();
         let shape = layout.shape(8 * 2 * 700 * tokens).unwrap();
-        let mut image: Vec<u8> = (0..shape.image_len()).map(|i| (i * 7 + i / 255) as u8).collect();
-        let table: Vec<Segment> = layout.segments(shape).iter().map(|&(offset, len)| Segment {
-            offset: offset as u32, len: len as u32, checksum: hash64(&image[offset..offset + len]),
-        }).collect();
+        let mut image: Vec<u8> = (0..shape.image_len())
+            .map(|i| (i * 7 + i / 255) as u8)
+            .collect();
+        let table: Vec<Segment> = layout
+            .segments(shape)
+            .iter()
+            .map(|&(offset, len)| Segment {
+                offset: offset as u32,
+                len: len as u32,
+                checksum: hash64(&image[offset..offset + len]),
+            })
+            .collect();
         let root = image::seal(&mut image, shape, &[1; 32], 0, 0, &table);
         (layout, image, shape, root)
     }
@@ -136,20 +154,42 @@ mod tests {
     fn every_selection_is_copied_right_and_a_changed_byte_is_seen_where_it_matters() {
         for tokens in [2, 32] {
             let (layout, image, shape, root) = block(tokens);
-            let proof = Proof { id: &[1; 32], generation: 0, codec: 0, root };
-            for (layers, range) in [(None, None), (Some(2..5), None), (None, Some(1..2)), (Some(7..8), Some(0..1)), (Some(3..3), None)] {
-                let selection = Selection { layers, tokens: range };
+            let proof = Proof {
+                id: &[1; 32],
+                generation: 0,
+                codec: 0,
+                root,
+            };
+            for (layers, range) in [
+                (None, None),
+                (Some(2..5), None),
+                (None, Some(1..2)),
+                (Some(7..8), Some(0..1)),
+                (Some(3..3), None),
+            ] {
+                let selection = Selection {
+                    layers,
+                    tokens: range,
+                };
                 let pieces = layout.pieces(shape, &selection).unwrap();
-                let want: Vec<u8> = pieces.iter().flat_map(|p| image[p.offset..p.offset + p.len].to_vec()).collect();
+                let want: Vec<u8> = pieces
+                    .iter()
+                    .flat_map(|p| image[p.offset..p.offset + p.len].to_vec())
+                    .collect();
                 let mut out = vec![0u8; want.len()];
                 // SAFETY: `out` has the pieces' length.
                 unsafe { copy_out(&image, shape, Some(proof), &pieces, out.as_mut_ptr()) }.unwrap();
                 assert_eq!(out, want);
-                let Some(first) = pieces.first() else { continue };
+                let Some(first) = pieces.first() else {
+                    continue;
+                };
                 let mut bad = image.clone();
                 bad[first.offset] ^= 1;
                 // SAFETY: as above.
-                assert!(unsafe { copy_out(&bad, shape, Some(proof), &pieces, out.as_mut_ptr()) }.is_err());
+                assert!(
+                    unsafe { copy_out(&bad, shape, Some(proof), &pieces, out.as_mut_ptr()) }
+                        .is_err()
+                );
             }
         }
     }

@@ -83,7 +83,8 @@ impl Inner {
     /// Is more than this share of a memory tier in use?
     pub(crate) fn is_above(&self, tier: usize, share: f64) -> bool {
         let arena = &self.memory[tier].arena;
-        f64::from(arena.pages() - arena.free_pages().min(arena.pages())) > share * f64::from(arena.pages())
+        f64::from(arena.pages() - arena.free_pages().min(arena.pages()))
+            > share * f64::from(arena.pages())
     }
 
     /// Frees at least one slot on the way to a hole of `pages` pages. False: nothing can be freed
@@ -102,7 +103,10 @@ impl Inner {
         let mut progress = false;
         loop {
             let mut victims = Vec::with_capacity(BATCH);
-            self.order.lock().policy(tier).victims(BATCH, &mut |_| true, &mut victims);
+            self.order
+                .lock()
+                .policy(tier)
+                .victims(BATCH, &mut |_| true, &mut victims);
             let mut held = false;
             for &h in &victims {
                 match self.evict(tier, h, false) {
@@ -246,7 +250,9 @@ impl Inner {
         let need = bytes.div_ceil(PAGE) as u32;
         let mut tries = 0;
         while arena.ceded_pages() < need {
-            let step = (need - arena.ceded_pages()).max(arena.mapped_pages() / 512).max(1);
+            let step = (need - arena.ceded_pages())
+                .max(arena.mapped_pages() / 512)
+                .max(1);
             match arena.cede(step) {
                 Ok(()) => {}
                 Err((from, to, runs)) if tries < 64 && from < to => {
@@ -255,14 +261,21 @@ impl Inner {
                         self.mover.wake();
                         return Err(Error::new(
                             Kind::Full,
-                            format!("the index needs {bytes} bytes of the {} tier, and the blocks in its way are pinned or on their way down. Try again, release leases, or use a larger tier", memory.name),
+                            format!(
+                                "the index needs {bytes} bytes of the {} tier, and the blocks in its way are pinned or on their way down. Try again, release leases, or use a larger tier",
+                                memory.name
+                            ),
                         ));
                     }
                 }
                 Err(_) => {
                     return Err(Error::new(
                         Kind::Full,
-                        format!("the index needs {bytes} bytes of the {} tier, which has {}. Use a larger tier or larger blocks", memory.name, arena.mapped_pages() as usize * PAGE),
+                        format!(
+                            "the index needs {bytes} bytes of the {} tier, which has {}. Use a larger tier or larger blocks",
+                            memory.name,
+                            arena.mapped_pages() as usize * PAGE
+                        ),
                     ));
                 }
             }
@@ -275,14 +288,26 @@ impl Inner {
     pub(crate) fn metadata_bytes(&self) -> usize {
         self.index.memory_bytes()
             + self.order.lock().memory_bytes()
-            + self.memory.iter().map(|m| m.arena.overhead_bytes()).sum::<usize>()
-            + self.cold.as_ref().map_or(0, |c| c.tier.memory_bytes() as usize)
+            + self
+                .memory
+                .iter()
+                .map(|m| m.arena.overhead_bytes())
+                .sum::<usize>()
+            + self
+                .cold
+                .as_ref()
+                .map_or(0, |c| c.tier.memory_bytes() as usize)
     }
 
     /// Tells the policy of a tier that a block of its arrived there.
     pub(crate) fn insert_order(&self, tier: usize, h: Handle, entry: &Entry) {
         let mut order = self.order.lock();
-        let meta = order.meta(h, entry.fingerprint(), entry.shape.pages(), entry.importance);
+        let meta = order.meta(
+            h,
+            entry.fingerprint(),
+            entry.shape.pages(),
+            entry.importance,
+        );
         order.policy(tier).on_insert(h, &meta);
     }
 

@@ -6,8 +6,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvtier_codec::image::{Id, PAGE};
-use kvtier_nvme::IoBuf;
 use kvtier_nvme::Clock;
+use kvtier_nvme::IoBuf;
 use kvtier_nvme::{NvmeTier, Recovered, Registration};
 use parking_lot::Mutex;
 
@@ -218,10 +218,7 @@ impl Store {
     }
 
     /// As [`Store::open`], over an NVMe tier that is open already (simulated devices).
-    pub fn assemble(
-        config: Config,
-        nvme: Option<(Arc<NvmeTier>, Vec<Recovered>)>,
-    ) -> Result<Self> {
+    pub fn assemble(config: Config, nvme: Option<(Arc<NvmeTier>, Vec<Recovered>)>) -> Result<Self> {
         config.validate()?;
         let memory = config
             .memory
@@ -297,10 +294,16 @@ impl Store {
         };
         store.spawn("kvtier-mover", |inner| inner.run_mover())?;
         store.spawn("kvtier-prefetch", |inner| inner.run_prefetcher())?;
-        if config.memory.iter().any(|m| m.prefault) {
+        if !config.memory.iter().any(|m| m.prefault) {
+            if let Some(progress) = config.progress {
+                progress(0, 0);
+            }
+        } else {
             let wanted: Vec<bool> = config.memory.iter().map(|m| m.prefault).collect();
             let progress = config.progress;
-            store.spawn("kvtier-prefault", move |inner| inner.prefault(&wanted, progress))?;
+            store.spawn("kvtier-prefault", move |inner| {
+                inner.prefault(&wanted, progress)
+            })?;
         }
         Ok(store)
     }
@@ -319,7 +322,10 @@ impl Store {
     pub fn contains(&self, ns: &Namespace, keys: &[&[u8]]) -> Result<Vec<bool>> {
         self.inner.check_open()?;
         let ids = ns.ids(keys)?;
-        Ok(ids.iter().map(|id| self.inner.index.of(id).find(id).is_some()).collect())
+        Ok(ids
+            .iter()
+            .map(|id| self.inner.index.of(id).find(id).is_some())
+            .collect())
     }
 
     /// How long a prefix of these keys is resident, and where.
@@ -376,7 +382,12 @@ impl Store {
     }
 
     /// Sets the caller's score of these blocks. Says which were there.
-    pub fn set_importance(&self, ns: &Namespace, keys: &[&[u8]], scores: &[f32]) -> Result<Vec<bool>> {
+    pub fn set_importance(
+        &self,
+        ns: &Namespace,
+        keys: &[&[u8]],
+        scores: &[f32],
+    ) -> Result<Vec<bool>> {
         self.inner.check_open()?;
         if keys.len() != scores.len() || scores.iter().any(|s| !s.is_finite() || *s < 0.0) {
             return Err(Error::new(
@@ -614,7 +625,9 @@ impl Inner {
             .map(|(m, &on)| if on { m.arena.range().1 } else { 0 })
             .collect();
         let total = sizes.iter().sum();
-        let threads = std::thread::available_parallelism().map_or(2, usize::from).min(8);
+        let threads = std::thread::available_parallelism()
+            .map_or(2, usize::from)
+            .min(8);
         let mut before = 0;
         for (m, size) in self.memory.iter().zip(sizes) {
             if size > 0 {
@@ -625,6 +638,9 @@ impl Inner {
                 });
             }
             before += size;
+        }
+        if let (Some(progress), false) = (&progress, self.is_closed()) {
+            progress(total, total); // pages ceded to the index meanwhile count as done
         }
     }
 

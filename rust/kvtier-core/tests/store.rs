@@ -22,12 +22,18 @@ fn what_is_put_is_read_back_whole_and_in_parts() {
         assert_eq!(put(&store, &ns, &key, &data, None), Put::Stored("dram"));
         assert_eq!(put(&store, &ns, &key, &data, None), Put::Present("dram"));
         assert_eq!(get(&store, &ns, &key, data.len()), Ok(data.clone()));
-        let selection = Selection { layers: Some(3..5), tokens: Some(0..1) };
+        let selection = Selection {
+            layers: Some(3..5),
+            tokens: Some(0..1),
+        };
         let want: Vec<u8> = (3..5)
             .flat_map(|layer| (0..2).map(move |plane| (layer * 2 + plane) * 384 * tokens))
             .flat_map(|at| data[at..at + 384].to_vec())
             .collect();
-        assert_eq!(get_part(&store, &ns, &key, want.len(), &selection), Ok(want));
+        assert_eq!(
+            get_part(&store, &ns, &key, want.len(), &selection),
+            Ok(want)
+        );
     }
     assert_eq!(get(&store, &ns, &key(99), 10), Err(Miss::Absent));
 }
@@ -54,9 +60,22 @@ fn bad_input_is_refused_and_loses_nothing() {
         try_put(&store, &ns, &key(1)[..15], &data, None).unwrap_err(),
         try_put(&store, &ns, &key(1), &data[..2 * 2 * 384 * 3], None).unwrap_err(),
         try_get(&store, &ns, &key(1), data.len() - 1, &Selection::default()).unwrap_err(),
-        try_get(&store, &ns, &key(1), 10, &Selection { layers: Some(0..3), tokens: None }).unwrap_err(),
+        try_get(
+            &store,
+            &ns,
+            &key(1),
+            10,
+            &Selection {
+                layers: Some(0..3),
+                tokens: None,
+            },
+        )
+        .unwrap_err(),
     ];
-    assert!(errors.iter().all(|e| e.kind() == Kind::InvalidBlock), "{errors:?}");
+    assert!(
+        errors.iter().all(|e| e.kind() == Kind::InvalidBlock),
+        "{errors:?}"
+    );
     assert_eq!(get(&store, &ns, &key(1), data.len()), Ok(data));
 }
 
@@ -65,14 +84,23 @@ fn a_block_never_outlives_its_parent() {
     let store = dram(4 << 20);
     let ns = opaque(b"chains");
     let data = |n| bytes(n, 5000);
-    assert_eq!(put(&store, &ns, &key(2), &data(2), Some(&key(1))), Put::Orphan);
+    assert_eq!(
+        put(&store, &ns, &key(2), &data(2), Some(&key(1))),
+        Put::Orphan
+    );
     put(&store, &ns, &key(1), &data(1), None);
     put(&store, &ns, &key(2), &data(2), Some(&key(1)));
     put(&store, &ns, &key(3), &data(3), Some(&key(2)));
     put(&store, &ns, &key(4), &data(4), Some(&key(1)));
-    let lease = store.lease(&ns, &[&key(3)], true, soon()).unwrap().remove(0).unwrap();
+    let lease = store
+        .lease(&ns, &[&key(3)], true, soon())
+        .unwrap()
+        .remove(0)
+        .unwrap();
     assert_eq!(store.remove(&ns, &[&key(2)]).unwrap(), [true]);
-    let there = store.contains(&ns, &[&key(1), &key(2), &key(3), &key(4)]).unwrap();
+    let there = store
+        .contains(&ns, &[&key(1), &key(2), &key(3), &key(4)])
+        .unwrap();
     assert_eq!(there, [true, false, false, true]);
     // SAFETY: the lease keeps the block's bytes.
     let leased = unsafe { std::slice::from_raw_parts(lease.ptr(), lease.len()) };
@@ -94,7 +122,10 @@ fn a_full_block_replaces_the_partial_one_it_names() {
         importance: 0.0,
     };
     store.put(&ns, &block, soon()).unwrap();
-    assert_eq!(store.contains(&ns, &[&key(1), &key(2)]).unwrap(), [false, true]);
+    assert_eq!(
+        store.contains(&ns, &[&key(1), &key(2)]).unwrap(),
+        [false, true]
+    );
 }
 
 #[test]
@@ -106,20 +137,33 @@ fn eviction_takes_leaves_first_and_spares_what_is_held() {
         for i in 0..5u64 {
             let parent = i.checked_sub(1).map(|p| key(chain * 100 + p));
             let parent = parent.as_ref().map(|k| &k[..]);
-            assert_eq!(put(&store, &ns, &key(chain * 100 + i), &bytes(i, size), parent), Put::Stored("dram"));
+            assert_eq!(
+                put(&store, &ns, &key(chain * 100 + i), &bytes(i, size), parent),
+                Put::Stored("dram")
+            );
         }
     }
     assert!(store.pin(&ns, &[&key(4)], soon()).unwrap()[0]);
     for i in 0..40 {
-        assert_eq!(put(&store, &ns, &key(1000 + i), &bytes(i, size), None), Put::Stored("dram"));
+        assert_eq!(
+            put(&store, &ns, &key(1000 + i), &bytes(i, size), None),
+            Put::Stored("dram")
+        );
     }
     let chain: Vec<[u8; 32]> = (0..5).map(key).collect();
     let keys: Vec<&[u8]> = chain.iter().map(|k| &k[..]).collect();
-    assert_eq!(store.matching(&ns, &keys).unwrap().blocks, 5, "the pinned leaf keeps its parents");
+    assert_eq!(
+        store.matching(&ns, &keys).unwrap().blocks,
+        5,
+        "the pinned leaf keeps its parents"
+    );
     assert_eq!(store.matching(&ns, &[&key(100)]).unwrap().blocks, 0);
     let error = try_put(&store, &ns, &key(7), &bytes(7, 2 << 20), None).unwrap_err();
     assert_eq!(error.kind(), Kind::Full);
-    assert_eq!(store.unpin(&ns, &[&key(4), &key(4)]).unwrap(), [true, false]);
+    assert_eq!(
+        store.unpin(&ns, &[&key(4), &key(4)]).unwrap(),
+        [true, false]
+    );
 }
 
 #[test]
@@ -129,8 +173,21 @@ fn pins_alone_make_the_store_full() {
     let mut leases = Vec::new();
     let error = loop {
         let n = leases.len() as u64;
-        match try_put_by(&store, &ns, &key(n), &bytes(n, 60_000), None, Instant::now()) {
-            Ok(_) => leases.push(store.lease(&ns, &[&key(n)], false, soon()).unwrap().remove(0).unwrap()),
+        match try_put_by(
+            &store,
+            &ns,
+            &key(n),
+            &bytes(n, 60_000),
+            None,
+            Instant::now(),
+        ) {
+            Ok(_) => leases.push(
+                store
+                    .lease(&ns, &[&key(n)], false, soon())
+                    .unwrap()
+                    .remove(0)
+                    .unwrap(),
+            ),
             Err(error) => break error,
         }
     };
@@ -139,7 +196,10 @@ fn pins_alone_make_the_store_full() {
     let error = try_put_by(&store, &ns, &key(500), &bytes(1, 60_000), None, late).unwrap_err();
     assert_eq!(error.kind(), Kind::Deadline);
     leases.pop();
-    assert_eq!(put(&store, &ns, &key(500), &bytes(1, 60_000), None), Put::Stored("dram"));
+    assert_eq!(
+        put(&store, &ns, &key(500), &bytes(1, 60_000), None),
+        Put::Stored("dram")
+    );
 }
 
 #[test]
@@ -148,12 +208,24 @@ fn a_lease_outlives_the_store() {
     let ns = opaque(b"lease");
     let data = bytes(1, 100_000);
     put(&store, &ns, &key(1), &data, None);
-    let lease = store.lease(&ns, &[&key(1)], true, soon()).unwrap().remove(0).unwrap();
+    let lease = store
+        .lease(&ns, &[&key(1)], true, soon())
+        .unwrap()
+        .remove(0)
+        .unwrap();
     store.close(soon()).unwrap();
-    assert_eq!(try_put(&store, &ns, &key(2), &data, None).unwrap_err().kind(), Kind::Closed);
+    assert_eq!(
+        try_put(&store, &ns, &key(2), &data, None)
+            .unwrap_err()
+            .kind(),
+        Kind::Closed
+    );
     drop(store);
     // SAFETY: the lease keeps the block's bytes.
-    assert_eq!(unsafe { std::slice::from_raw_parts(lease.ptr(), lease.len()) }, data);
+    assert_eq!(
+        unsafe { std::slice::from_raw_parts(lease.ptr(), lease.len()) },
+        data
+    );
 }
 
 #[test]
@@ -162,16 +234,31 @@ fn changed_bytes_are_a_miss_and_the_memory_is_not_used_again() {
     let ns = opaque(b"scribble");
     for size in [9000, 200_000] {
         put(&store, &ns, &key(size), &bytes(size, size as usize), None);
-        let lease = store.lease(&ns, &[&key(size)], true, soon()).unwrap().remove(0).unwrap();
+        let lease = store
+            .lease(&ns, &[&key(size)], true, soon())
+            .unwrap()
+            .remove(0)
+            .unwrap();
         // SAFETY: what a careless user of a zero-copy view might do; nobody reads it meanwhile.
         unsafe { *lease.ptr().cast_mut().add(777) ^= 1 };
         drop(lease);
-        assert_eq!(get(&store, &ns, &key(size), size as usize), Err(Miss::Corrupt));
+        assert_eq!(
+            get(&store, &ns, &key(size), size as usize),
+            Err(Miss::Corrupt)
+        );
         assert_eq!(store.contains(&ns, &[&key(size)]).unwrap(), [false]);
     }
     let report = store.report();
     assert!(report.tiers[0].quarantined >= 209_000);
-    assert_eq!(report.tiers[0].counters.iter().find(|c| c.0 == "corrupt").unwrap().1, 2);
+    assert_eq!(
+        report.tiers[0]
+            .counters
+            .iter()
+            .find(|c| c.0 == "corrupt")
+            .unwrap()
+            .1,
+        2
+    );
 }
 
 #[test]
@@ -183,7 +270,10 @@ fn blocks_demote_to_cxl_and_come_back() {
     let ns = opaque(b"cxl");
     let size = 50_000;
     for i in 0..40 {
-        assert_eq!(put(&store, &ns, &key(i), &bytes(i, size), None), Put::Stored("dram"));
+        assert_eq!(
+            put(&store, &ns, &key(i), &bytes(i, size), None),
+            Put::Stored("dram")
+        );
     }
     for i in 0..40 {
         assert_eq!(get(&store, &ns, &key(i), size), Ok(bytes(i, size)));
@@ -200,13 +290,32 @@ fn blocks_demote_to_cxl_and_come_back() {
 #[test]
 fn any_layout_of_mixed_layers_round_trips() {
     let store = dram(16 << 20);
-    let layers = vec![Layer { planes: 2, token_bytes: 1024 }, Layer { planes: 1, token_bytes: 576 }, Layer { planes: 2, token_bytes: 256 }];
+    let layers = vec![
+        Layer {
+            planes: 2,
+            token_bytes: 1024,
+        },
+        Layer {
+            planes: 1,
+            token_bytes: 576,
+        },
+        Layer {
+            planes: 2,
+            token_bytes: 256,
+        },
+    ];
     let layout = Layout::new(layers, 64).unwrap();
     let ns = Namespace::new(b"mixed", layout);
     let data = bytes(3, (2048 + 576 + 512) * 64);
     put(&store, &ns, &key(1), &data, None);
-    let layer = Selection { layers: Some(1..2), tokens: None };
-    assert_eq!(get_part(&store, &ns, &key(1), 576 * 64, &layer), Ok(data[2048 * 64..(2048 + 576) * 64].to_vec()));
+    let layer = Selection {
+        layers: Some(1..2),
+        tokens: None,
+    };
+    assert_eq!(
+        get_part(&store, &ns, &key(1), 576 * 64, &layer),
+        Ok(data[2048 * 64..(2048 + 576) * 64].to_vec())
+    );
 }
 
 #[test]
@@ -214,8 +323,15 @@ fn settings_that_cannot_work_are_refused() {
     let bad = [
         Config::new(vec![], None),
         Config::new(vec![Memory::dram(4096)], None),
-        Config { policy: "mru".into(), ..Config::new(vec![Memory::dram(1 << 20)], None) },
-        Config { low: 0.99, high: 0.5, ..Config::new(vec![Memory::dram(1 << 20)], None) },
+        Config {
+            policy: "mru".into(),
+            ..Config::new(vec![Memory::dram(1 << 20)], None)
+        },
+        Config {
+            low: 0.99,
+            high: 0.5,
+            ..Config::new(vec![Memory::dram(1 << 20)], None)
+        },
     ];
     for config in bad {
         assert_eq!(Store::open(config).err().unwrap().kind(), Kind::Config);

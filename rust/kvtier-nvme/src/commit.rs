@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::checkpoint::Checkpoint;
 use crate::journal::Journal;
@@ -14,6 +15,9 @@ use crate::record::{Change, PER_BLOCK, Record};
 use crate::recover::Found;
 use crate::superblock::Superblock;
 use crate::volume::{Volume, count};
+
+/// How long a record waits for others to share its barriers with, unless somebody waits for it.
+const GATHER: Duration = Duration::from_millis(5);
 
 /// Makes the records of one volume durable.
 pub struct Committer {
@@ -51,6 +55,13 @@ impl Committer {
             while state.queue.is_empty() && self.checkpoint.is_none() && !state.stopping {
                 self.volume.work.wait(&mut state);
             }
+            let until = Instant::now() + GATHER;
+            while !state.hurry && !state.stopping && self.checkpoint.is_none() {
+                if self.volume.work.wait_until(&mut state, until).timed_out() {
+                    break;
+                }
+            }
+            state.hurry = false;
             let end = state.queue.is_empty() && state.stopping;
             drop(state);
             if end {
@@ -68,10 +79,7 @@ impl Committer {
 
     /// Commits one group of what waits, and goes one step of a checkpoint that is due.
     pub fn turn(&mut self) -> io::Result<()> {
-        let (first, group) = self.take_group();
-        if !group.is_empty() {
-            self.commit(first, &group)?;
-        }
+        self.commit_group()?;
         if self.checkpoint.is_some() || self.journal.room() < self.journal.len() {
             self.step()?;
         }
@@ -89,7 +97,12 @@ impl Committer {
         (state.committed, group)
     }
 
-    fn commit(&mut self, first: u64, group: &[Record]) -> io::Result<()> {
+    /// Commits one group of what waits; checkpoints only if there is no room for it.
+    pub fn commit_group(&mut self) -> io::Result<()> {
+        let (first, group) = self.take_group();
+        if group.is_empty() {
+            return Ok(());
+        }
         let end = first + group.len() as u64;
         let adds = group.iter().any(|r| matches!(r.change, Change::Add(_)));
         if adds && self.covered < end {
@@ -98,13 +111,13 @@ impl Committer {
         while self.journal.room() < group.len().div_ceil(PER_BLOCK) as u64 {
             self.step()?;
         }
-        let blocks = self.journal.append(&*self.volume.device, group)?;
+        let blocks = self.journal.append(&*self.volume.device, &group)?;
         self.barrier()?; // the record before anybody relies on it
         let counters = &self.volume.counters;
         count(&counters.journal_records, group.len() as u64);
         count(&counters.journal_blocks, blocks);
         let mut state = self.volume.state.lock();
-        for record in group {
+        for record in &group {
             state.apply(record);
         }
         state.queue.drain(..group.len());

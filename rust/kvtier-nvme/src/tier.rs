@@ -342,10 +342,9 @@ impl NvmeTier {
         self.volume(slot).set_owner(slot, owner);
     }
 
-    /// The owners to evict so that a hole of `pages` pages appears, as few pages as possible.
-    ///
-    /// Looks around the holes there are: empty if there is none at all, or if everything near them
-    /// is being written, has no owner yet or is lost.
+    /// The owners to evict so that a hole of `pages` pages appears, as few pages as possible: best
+    /// around the holes there are, else anywhere. Empty if too much is being written, has no owner
+    /// yet or is lost.
     pub fn window(&self, pages: u32) -> Vec<u32> {
         let windows = self
             .volumes

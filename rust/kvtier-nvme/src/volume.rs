@@ -22,6 +22,9 @@ use crate::tier::{Read, Slot, Write};
 const TOLERATED: u32 = 3;
 const BYPASS: Duration = Duration::from_secs(10);
 
+/// Records that are worth a group of their own.
+const PLENTY: usize = 1024;
+
 /// One path of the tier.
 pub struct Volume {
     /// Its place among the paths.
@@ -116,6 +119,8 @@ pub(crate) struct State {
     pub failed: Option<String>,
     /// Nothing new is taken.
     pub closed: bool,
+    /// Somebody waits for what the queue holds.
+    pub hurry: bool,
     /// The committer ends when its queue is empty.
     pub stopping: bool,
     /// It has ended.
@@ -235,6 +240,7 @@ impl Volume {
                 bypass_until: None,
                 failed: None,
                 closed: false,
+                hurry: false,
                 stopping: false,
                 stopped: false,
             }),
@@ -255,11 +261,14 @@ impl Volume {
 
     /// How attractive the path is for a slot of `pages`: lower is better, `None` if it has none.
     pub fn load(&self, pages: u32) -> Option<(u64, u32)> {
-        let state = self.state.lock();
+        let mut state = self.state.lock();
         let room = state.slots.largest_hole() >= pages
             && (state.uses.len() as u64) < self.geometry.max_blocks
             && !state.closed
             && !self.is_bypassed(&state);
+        if !room && state.free_soon > 0 {
+            self.hurry(&mut state);
+        }
         room.then(|| (state.writing_bytes, u32::MAX - state.slots.free_pages()))
     }
 
@@ -304,7 +313,8 @@ impl Volume {
         if state.closed || self.is_bypassed(&state) {
             return None;
         }
-        let (from, to) = state.slots.window(pages, TRIES, |_| true)?;
+        let near_holes = state.slots.window(pages, TRIES, |_| true);
+        let (from, to) = near_holes.or_else(|| anywhere(&state.slots, pages))?;
         let owned = state.slots.iter(from, to).filter(|run| run.owner != FREE);
         Some(owned.fold((0, Vec::new()), |(cost, mut owners), run| {
             owners.push(run.owner);
@@ -447,6 +457,16 @@ impl Volume {
             return;
         }
         state.queue.push_back(record);
+        match state.queue.len() {
+            1 => drop(self.work.notify_one()),
+            PLENTY => self.hurry(state),
+            _ => {}
+        }
+    }
+
+    /// Asks the committer not to wait for more records.
+    fn hurry(&self, state: &mut State) {
+        state.hurry = true;
         self.work.notify_one();
     }
 
@@ -585,6 +605,7 @@ impl Volume {
             if state.stopped {
                 return Err(closed_error());
             }
+            self.hurry(&mut state);
             let timed_out = match deadline {
                 Some(at) => self.progress.wait_until(&mut state, at).timed_out(),
                 None => {
@@ -667,6 +688,21 @@ impl Volume {
                 + state.queue.capacity() * size_of::<Record>()) as u64,
         }
     }
+}
+
+/// The first stretch of `pages` pages that may be cleared, where no hole is a place to begin.
+fn anywhere(slots: &Slots, pages: u32) -> Option<(u32, u32)> {
+    const RUNS: usize = 10_000;
+    let mut from = 0;
+    for run in slots.iter(0, slots.total()).take(RUNS) {
+        let end = run.start + run.pages;
+        if run.owner == BUSY || run.owner == LOST {
+            from = end;
+        } else if end - from >= pages {
+            return Some((from, end));
+        }
+    }
+    None
 }
 
 /// See [`Volume::gauges`].

@@ -1,1 +1,37 @@
-//! Placeholder while the crate is being written.
+//! The extension module `kvtier._kvtier`: thin classes over the core.
+//!
+//! Every verb lets go of the interpreter before it takes a lock, moves bytes or waits. No Rust
+//! thread ever attaches to Python: asynchronous work announces itself through an eventfd.
+
+mod buffers;
+mod core;
+mod dlpack;
+mod errors;
+mod lease;
+mod ops;
+mod space;
+mod tools;
+
+use pyo3::prelude::*;
+
+/// The native half of kvtier; use it through the package `kvtier`.
+#[pymodule(gil_used = false)]
+fn _kvtier(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<core::Core>()?;
+    m.add_class::<space::Space>()?;
+    m.add_class::<lease::Lease>()?;
+    m.add_class::<lease::BlockView>()?;
+    m.add_class::<ops::Completions>()?;
+    m.add_class::<ops::Operation>()?;
+    m.add_class::<ops::Job>()?;
+    m.add_class::<core::Region>()?;
+    m.add_class::<core::Progress>()?;
+    m.add_class::<dlpack::DlpackView>()?;
+    m.add_function(wrap_pyfunction!(tools::check_dir, m)?)?;
+    m.add_function(wrap_pyfunction!(tools::inspect_dir, m)?)?;
+    m.add_function(wrap_pyfunction!(tools::probe, m)?)?;
+    m.add_function(wrap_pyfunction!(tools::copy_kernel, m)?)?;
+    m.add("TIERS", core::TIERS)?;
+    m.add("MISSES", core::misses())?;
+    m.add("__version__", env!("CARGO_PKG_VERSION"))
+}

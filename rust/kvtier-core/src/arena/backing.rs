@@ -126,7 +126,12 @@ pub fn file(path: &Path, len: usize) -> Result<Box<dyn Backing>> {
         .create(true)
         .truncate(false)
         .open(path)
-        .map_err(|e| Error::new(Kind::Storage, format!("{name} cannot be opened to map it: {e}")))?;
+        .map_err(|e| {
+            Error::new(
+                Kind::Storage,
+                format!("{name} cannot be opened to map it: {e}"),
+            )
+        })?;
     let meta = file
         .metadata()
         .map_err(|e| Error::new(Kind::Storage, format!("{name}: {e}")))?;
@@ -177,7 +182,14 @@ pub fn numa_nodes() -> Vec<u32> {
         .into_iter()
         .flatten()
         .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.strip_prefix("node")?.parse().ok())
+        .filter_map(|entry| {
+            entry
+                .file_name()
+                .to_str()?
+                .strip_prefix("node")?
+                .parse()
+                .ok()
+        })
         .filter(|node| {
             let path = PathBuf::from(format!("/sys/devices/system/node/node{node}/meminfo"));
             std::fs::read_to_string(path).is_ok_and(|text| !text.contains("MemTotal:        0 kB"))
@@ -216,7 +228,9 @@ fn bind(base: *mut u8, len: usize, node: u32) -> Result<()> {
         )
     };
     if rc != 0 {
-        return Err(Error::os(format!("binding {len} bytes to NUMA node {node}")));
+        return Err(Error::os(format!(
+            "binding {len} bytes to NUMA node {node}"
+        )));
     }
     Ok(())
 }

@@ -207,7 +207,11 @@ impl Arena {
         self.ceded.fetch_add(to - from, Ordering::Relaxed);
         drop(slots);
         if self.backing.is_private() {
-            let at = self.backing.base().as_ptr().wrapping_add(from as usize * PAGE);
+            let at = self
+                .backing
+                .base()
+                .as_ptr()
+                .wrapping_add(from as usize * PAGE);
             // SAFETY: the pages belong to no slot, and never will again.
             unsafe { libc::madvise(at.cast(), (to - from) as usize * PAGE, libc::MADV_DONTNEED) };
         }
@@ -265,9 +269,7 @@ impl Arena {
             }
             let n = CHUNK.min(usable - at);
             // SAFETY: the range lies in our mapping; populating does not change contents.
-            let rc = unsafe {
-                libc::madvise((base + at) as *mut _, n, libc::MADV_POPULATE_WRITE)
-            };
+            let rc = unsafe { libc::madvise((base + at) as *mut _, n, libc::MADV_POPULATE_WRITE) };
             if rc != 0 {
                 for page in (at..at + n).step_by(PAGE) {
                     // SAFETY: inside the mapping. Slots may be in use already, so the touch is an
@@ -329,7 +331,10 @@ impl Pin {
     ///
     /// # Safety
     /// As for [`Pin::bytes`], and nobody else reads or writes the slot meanwhile.
-    #[expect(clippy::mut_from_ref, reason = "the pin names memory, it does not own it")]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "the pin names memory, it does not own it"
+    )]
     pub unsafe fn bytes_mut(&self, len: usize) -> &mut [u8] {
         // SAFETY: the caller's contract.
         unsafe { std::slice::from_raw_parts_mut(self.ptr(), len) }

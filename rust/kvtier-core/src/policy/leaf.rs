@@ -34,7 +34,13 @@ impl<P: Policy> Leaf<P> {
     fn node(&mut self, block: Handle) -> &mut Node {
         let at = block as usize;
         if self.nodes.len() <= at {
-            self.nodes.resize(at + 1, Node { parent: NIL, children: 0 });
+            self.nodes.resize(
+                at + 1,
+                Node {
+                    parent: NIL,
+                    children: 0,
+                },
+            );
         }
         &mut self.nodes[at]
     }
@@ -69,7 +75,12 @@ impl<P: Policy> Policy for Leaf<P> {
         self.inner.set_importance(block, score);
     }
 
-    fn victims(&mut self, n: usize, eligible: &mut dyn FnMut(Handle) -> bool, out: &mut Vec<Handle>) {
+    fn victims(
+        &mut self,
+        n: usize,
+        eligible: &mut dyn FnMut(Handle) -> bool,
+        out: &mut Vec<Handle>,
+    ) {
         // How many children of a block were named already, in this call.
         let mut named: HashMap<Handle, u32> = HashMap::new();
         let mut chosen: hashbrown::HashSet<Handle> = hashbrown::HashSet::new();

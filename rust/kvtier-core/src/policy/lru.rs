@@ -26,7 +26,12 @@ impl Policy for Lru {
 
     fn set_importance(&mut self, _block: Handle, _score: f32) {}
 
-    fn victims(&mut self, n: usize, eligible: &mut dyn FnMut(Handle) -> bool, out: &mut Vec<Handle>) {
+    fn victims(
+        &mut self,
+        n: usize,
+        eligible: &mut dyn FnMut(Handle) -> bool,
+        out: &mut Vec<Handle>,
+    ) {
         let mut next = self.list.oldest(0);
         let mut left = n;
         while let Some(block) = next

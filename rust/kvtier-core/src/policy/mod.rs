@@ -42,7 +42,12 @@ pub trait Policy: Send {
     fn set_importance(&mut self, block: Handle, score: f32);
     /// Appends up to `n` distinct blocks for which `eligible` holds, the first to leave first. They
     /// stay until [`Policy::on_remove`].
-    fn victims(&mut self, n: usize, eligible: &mut dyn FnMut(Handle) -> bool, out: &mut Vec<Handle>);
+    fn victims(
+        &mut self,
+        n: usize,
+        eligible: &mut dyn FnMut(Handle) -> bool,
+        out: &mut Vec<Handle>,
+    );
     /// Blocks known.
     fn len(&self) -> usize;
     /// No block is known.
@@ -66,7 +71,10 @@ pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
         _ => {
             return Err(Error::new(
                 Kind::Config,
-                format!("policy {name:?} was given; choose one of {}", NAMES.join(", ")),
+                format!(
+                    "policy {name:?} was given; choose one of {}",
+                    NAMES.join(", ")
+                ),
             ));
         }
     })

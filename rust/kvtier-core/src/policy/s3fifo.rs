@@ -142,9 +142,18 @@ impl Policy for S3Fifo {
 
     fn set_importance(&mut self, _block: Handle, _score: f32) {}
 
-    fn victims(&mut self, n: usize, eligible: &mut dyn FnMut(Handle) -> bool, out: &mut Vec<Handle>) {
+    fn victims(
+        &mut self,
+        n: usize,
+        eligible: &mut dyn FnMut(Handle) -> bool,
+        out: &mut Vec<Handle>,
+    ) {
         let goal = out.len() + n;
-        let first = if self.small_pages >= self.small_limit { SMALL } else { MAIN };
+        let first = if self.small_pages >= self.small_limit {
+            SMALL
+        } else {
+            MAIN
+        };
         for list in [first, SMALL + MAIN - first] {
             let left = goal - out.len();
             self.scan(list, left, eligible, out);
@@ -153,7 +162,12 @@ impl Policy for S3Fifo {
         if out.len() < goal {
             let mut found: Vec<Handle> = Vec::new();
             let taken: HashSet<Handle> = out.iter().copied().collect();
-            self.scan(MAIN, goal - out.len(), &mut |b| !taken.contains(&b) && eligible(b), &mut found);
+            self.scan(
+                MAIN,
+                goal - out.len(),
+                &mut |b| !taken.contains(&b) && eligible(b),
+                &mut found,
+            );
             out.append(&mut found);
         }
     }

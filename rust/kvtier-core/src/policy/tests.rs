@@ -34,13 +34,29 @@ fn lru_names_the_longest_unused() {
 fn s3_fifo_lets_one_hit_wonders_go_and_keeps_what_comes_back() {
     let mut policy = S3Fifo::new(10);
     for h in 0..5 {
-        policy.on_insert(h, &Meta { fingerprint: h.into(), ..meta(None) });
+        policy.on_insert(
+            h,
+            &Meta {
+                fingerprint: h.into(),
+                ..meta(None)
+            },
+        );
     }
     policy.on_hit(0);
     policy.on_hit(0);
-    assert_eq!(victims(&mut policy, 1), [1], "0 was used twice and moved to the main queue");
+    assert_eq!(
+        victims(&mut policy, 1),
+        [1],
+        "0 was used twice and moved to the main queue"
+    );
     policy.on_remove(1);
-    policy.on_insert(1, &Meta { fingerprint: 1, ..meta(None) });
+    policy.on_insert(
+        1,
+        &Meta {
+            fingerprint: 1,
+            ..meta(None)
+        },
+    );
     assert_eq!(victims(&mut policy, 3), [2, 3, 4], "1 was remembered");
 }
 
@@ -53,7 +69,11 @@ fn the_leaf_goes_first_and_then_its_parent() {
     assert_eq!(victims(&mut policy, 3), [3, 2, 1]);
     policy.on_remove(3);
     policy.on_insert(3, &meta(Some(0)));
-    assert_eq!(victims(&mut policy, 1), [2], "both 2 and 3 are leaves, 2 is older");
+    assert_eq!(
+        victims(&mut policy, 1),
+        [2],
+        "both 2 and 3 are leaves, 2 is older"
+    );
 }
 
 #[test]

@@ -23,8 +23,14 @@ pub fn dram(size: u64) -> Store {
 
 /// A namespace of `layers` layers, 384 bytes a token and plane.
 pub fn gqa(layers: usize, block_tokens: u32) -> Namespace {
-    let layer = Layer { planes: 2, token_bytes: 384 };
-    Namespace::new(b"gqa", Layout::new(vec![layer; layers], block_tokens).unwrap())
+    let layer = Layer {
+        planes: 2,
+        token_bytes: 384,
+    };
+    Namespace::new(
+        b"gqa",
+        Layout::new(vec![layer; layers], block_tokens).unwrap(),
+    )
 }
 
 /// A namespace of opaque blocks.
@@ -51,12 +57,31 @@ pub fn bytes(seed: u64, len: usize) -> Vec<u8> {
     out
 }
 
-pub fn try_put_by(store: &Store, ns: &Namespace, key: &[u8], data: &[u8], parent: Option<&[u8]>, deadline: Instant) -> Result<Put> {
-    let block = Block { key, data, parent, replaces: None, importance: 0.0 };
+pub fn try_put_by(
+    store: &Store,
+    ns: &Namespace,
+    key: &[u8],
+    data: &[u8],
+    parent: Option<&[u8]>,
+    deadline: Instant,
+) -> Result<Put> {
+    let block = Block {
+        key,
+        data,
+        parent,
+        replaces: None,
+        importance: 0.0,
+    };
     store.put(ns, &block, deadline)
 }
 
-pub fn try_put(store: &Store, ns: &Namespace, key: &[u8], data: &[u8], parent: Option<&[u8]>) -> Result<Put> {
+pub fn try_put(
+    store: &Store,
+    ns: &Namespace,
+    key: &[u8],
+    data: &[u8],
+    parent: Option<&[u8]>,
+) -> Result<Put> {
     try_put_by(store, ns, key, data, parent, soon())
 }
 
@@ -64,18 +89,40 @@ pub fn put(store: &Store, ns: &Namespace, key: &[u8], data: &[u8], parent: Optio
     try_put(store, ns, key, data, parent).unwrap()
 }
 
-pub fn try_get(store: &Store, ns: &Namespace, key: &[u8], len: usize, selection: &Selection) -> Result<std::result::Result<(Vec<u8>, &'static str), Miss>> {
+pub fn try_get(
+    store: &Store,
+    ns: &Namespace,
+    key: &[u8],
+    len: usize,
+    selection: &Selection,
+) -> Result<std::result::Result<(Vec<u8>, &'static str), Miss>> {
     let mut out = vec![0u8; len];
-    let outs = [Out { ptr: out.as_mut_ptr(), len }];
+    let outs = [Out {
+        ptr: out.as_mut_ptr(),
+        len,
+    }];
     // SAFETY: `out` has `len` bytes and lives through the call.
     let got = unsafe { store.get_into(ns, &[key], &outs, selection, soon()) }?[0];
     Ok(got.map(|tier| (out, tier)))
 }
 
-pub fn get_part(store: &Store, ns: &Namespace, key: &[u8], len: usize, selection: &Selection) -> std::result::Result<Vec<u8>, Miss> {
-    try_get(store, ns, key, len, selection).unwrap().map(|(bytes, _)| bytes)
+pub fn get_part(
+    store: &Store,
+    ns: &Namespace,
+    key: &[u8],
+    len: usize,
+    selection: &Selection,
+) -> std::result::Result<Vec<u8>, Miss> {
+    try_get(store, ns, key, len, selection)
+        .unwrap()
+        .map(|(bytes, _)| bytes)
 }
 
-pub fn get(store: &Store, ns: &Namespace, key: &[u8], len: usize) -> std::result::Result<Vec<u8>, Miss> {
+pub fn get(
+    store: &Store,
+    ns: &Namespace,
+    key: &[u8],
+    len: usize,
+) -> std::result::Result<Vec<u8>, Miss> {
     get_part(store, ns, key, len, &Selection::default())
 }

@@ -30,7 +30,6 @@ pub(super) struct Queue {
     waiting: [VecDeque<usize>; 3],
     limit: usize,
     in_flight: usize,
-    writes_in_flight: usize,
     pieces: usize,
     /// Bytes read ahead of a waiting write.
     debt: usize,
@@ -110,7 +109,6 @@ impl Queue {
             waiting: Default::default(),
             limit,
             in_flight: 0,
-            writes_in_flight: 0,
             pieces: 0,
             debt: 0,
             pace: emulate_gbs.map(|gbs| Pace {
@@ -164,7 +162,7 @@ impl Queue {
 
     /// Might an operation that is added now be sent at once?
     pub(super) fn has_room(&self) -> bool {
-        self.pieces < MAX_PIECES && self.in_flight + PAGE <= self.limit
+        self.pieces < MAX_PIECES && self.in_flight < self.limit + self.limit / 4
     }
 
     /// The next piece to send. Reads go ahead of writes, but leave them a share.
@@ -200,9 +198,6 @@ impl Queue {
     pub(super) fn settle(&mut self, piece: Piece, result: io::Result<()>) -> Option<Finished> {
         self.pieces -= 1;
         self.in_flight -= piece.len;
-        if piece.kind == Kind::Write {
-            self.writes_in_flight -= piece.len;
-        }
         let job = self.jobs[piece.job].as_mut()?;
         job.pending -= 1;
         if let Err(e) = result {
@@ -251,16 +246,15 @@ impl Queue {
         if rest <= LAST_PIECE { rest } else { PIECE }
     }
 
+    /// Is there room in flight? Reads may go a quarter over the limit, so that a hit does not wait
+    /// for the writes that fill it.
     fn fits(&self, line: usize) -> bool {
-        let len = self.front_len(line);
-        // A quarter of the bytes in flight is for reads, so that a hit need not wait for writes.
-        let (used, limit) = match line {
-            2 => (self.writes_in_flight, self.limit - self.limit / 4),
-            _ => (self.in_flight, self.limit),
+        let limit = match line {
+            2 => self.limit,
+            _ => self.limit + self.limit / 4,
         };
-        self.pieces < MAX_PIECES
-            && (used == 0 || used + len <= limit)
-            && (self.in_flight == 0 || self.in_flight + len <= self.limit)
+        let fits = self.in_flight == 0 || self.in_flight + self.front_len(line) <= limit;
+        fits && self.pieces < MAX_PIECES
     }
 
     fn cut(&mut self, line: usize, write_waits: bool, now: Instant) -> Option<Piece> {
@@ -284,7 +278,6 @@ impl Queue {
         self.pieces += 1;
         self.in_flight += len;
         if piece.kind == Kind::Write {
-            self.writes_in_flight += len;
             self.debt = 0;
         } else if write_waits {
             self.debt += len;

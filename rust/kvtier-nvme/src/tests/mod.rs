@@ -2,3 +2,5 @@
 
 #[path = "../../tests/common/mod.rs"]
 pub mod common;
+mod crash;
+mod model;

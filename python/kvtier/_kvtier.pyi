@@ -1,0 +1,188 @@
+"""The native half of kvtier: no interface of its own, use the package."""
+
+from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
+from typing import Any, final
+
+from typing_extensions import Buffer
+
+TIERS: list[str]
+MISSES: list[str]
+__version__: str
+
+@final
+class Space:
+    def __new__(
+        cls,
+        identity: bytes,
+        segments: Sequence[tuple[int, int]],
+        block_tokens: int,
+        dtype: str,
+        itemsize: int,
+        shape: Sequence[int] | None = None,
+        token_axis: int = 0,
+    ) -> Space: ...
+    @property
+    def digest(self) -> bytes: ...
+    def chain(self, tokens: Buffer, block_tokens: int, partial: bool, extras: Sequence[bytes]) -> list[bytes]: ...
+
+@final
+class Progress:
+    def __new__(cls) -> Progress: ...
+    def wait(self, report: Callable[[int, int], None] | None, timeout: float | None) -> bool: ...
+
+@final
+class Completions:
+    def __new__(cls) -> Completions: ...
+    def fileno(self) -> int: ...
+    def drain(self) -> list[int]: ...
+
+@final
+class Operation:
+    def result(self) -> Any: ...
+
+@final
+class Job:
+    def wait(self, timeout: float | None) -> bool: ...
+    def done(self) -> bool: ...
+    def cancel(self) -> None: ...
+    def results(self) -> bytes | None: ...
+    def notify(self, completions: Completions, token: int) -> None: ...
+
+@final
+class BlockView(Buffer):
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def tier(self) -> str: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@final
+class DlpackView(Buffer):
+    def __new__(cls, capsule: Any) -> DlpackView: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class Lease:
+    @property
+    def reasons(self) -> list[str | None]: ...
+    def blocks(self) -> list[BlockView | None]: ...
+    def release(self) -> None: ...
+
+@final
+class Region:
+    @property
+    def nbytes(self) -> int: ...
+    def in_flight(self) -> int: ...
+
+_Range = tuple[int, int] | None
+
+@final
+class Core:
+    def __new__(
+        cls,
+        tiers: Sequence[dict[str, Any]],
+        policy: str,
+        verify: bool,
+        high: float,
+        low: float,
+        write_budget: int | None = None,
+        progress: Progress | None = None,
+    ) -> Core: ...
+    def put(
+        self,
+        space: Space,
+        key: bytes,
+        data: Any,
+        parent: bytes | None,
+        replaces: bytes | None,
+        importance: float,
+        timeout: float | None,
+    ) -> int: ...
+    def put_many(
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        datas: Iterable[Any],
+        parents: Sequence[bytes | None],
+        replaces: bytes | None,
+        importance: Sequence[float],
+        timeout: float | None,
+    ) -> bytes: ...
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]: ...
+    def matching(
+        self, space: Space, keys: Sequence[bytes]
+    ) -> tuple[int, int, list[str], list[tuple[str, int]]]: ...
+    def sizes(self, space: Space, keys: Sequence[bytes], layers: _Range, tokens: _Range) -> list[int | None]: ...
+    def get_into(
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        outs: Iterable[Any],
+        layers: _Range,
+        tokens: _Range,
+        timeout: float | None,
+    ) -> bytes: ...
+    def lease(self, space: Space, keys: Sequence[bytes], verify: bool, timeout: float | None) -> Lease: ...
+    def pin(self, space: Space, keys: Sequence[bytes], timeout: float | None) -> list[bool]: ...
+    def unpin(self, space: Space, keys: Sequence[bytes]) -> list[bool]: ...
+    def remove(self, space: Space, keys: Sequence[bytes]) -> list[bool]: ...
+    def set_importance(self, space: Space, keys: Sequence[bytes], scores: Sequence[float]) -> list[bool]: ...
+    def clear(self, space: Space | None) -> int: ...
+    def flush(self, timeout: float | None) -> None: ...
+    def close(self, timeout: float | None) -> None: ...
+    def prefetch(
+        self, space: Space, keys: Sequence[bytes], to: int, deadline_s: float | None, priority: int
+    ) -> Job: ...
+    def register_region(self, buffer: Buffer) -> Region: ...
+    def start_put_many(
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        datas: Iterable[Any],
+        parents: Sequence[bytes | None],
+        replaces: bytes | None,
+        importance: Sequence[float],
+        timeout: float | None,
+        to: Completions,
+        token: int,
+    ) -> Operation: ...
+    def start_get_into(
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        outs: Iterable[Any],
+        layers: _Range,
+        tokens: _Range,
+        timeout: float | None,
+        to: Completions,
+        token: int,
+    ) -> Operation: ...
+    def start_lease(
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        verify: bool,
+        timeout: float | None,
+        to: Completions,
+        token: int,
+    ) -> Operation: ...
+    def start_pin(
+        self, space: Space, keys: Sequence[bytes], timeout: float | None, to: Completions, token: int
+    ) -> Operation: ...
+    def start_flush(self, timeout: float | None, to: Completions, token: int) -> Operation: ...
+    def report(self) -> dict[str, Any]: ...
+
+def check_dir(path: str | PathLike[str], repair: bool) -> dict[str, Any]: ...
+def inspect_dir(path: str | PathLike[str]) -> dict[str, Any]: ...
+def probe(path: str | PathLike[str]) -> dict[str, Any]: ...
+def copy_kernel() -> str: ...

@@ -1,0 +1,140 @@
+"""``kvtier info``: what this machine offers, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.padding import Padding
+
+from kvtier import _kvtier, machine
+from kvtier.cli.output import console, emit, json_option, size
+from kvtier.config import default_dram
+
+__all__ = ["info"]
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """One thing that kvtier can use."""
+
+    name: str
+    value: Any
+    ok: bool
+    shown: str
+    advice: str = ""
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False), default=Path())
+@json_option
+def info(directory: Path, as_json: bool) -> None:
+    """Show what this machine offers to a store whose NVMe tier would be in DIRECTORY (default: here)."""
+    findings = [*_disk(directory), *_memory(), _gpu()]
+    if as_json:
+        for finding in findings:
+            emit({key: value for key, value in asdict(finding).items() if key != "shown"})
+        return
+    for finding in findings:
+        console.print(
+            f"[green]✓[/] {finding.name}: {finding.shown}"
+            if finding.ok
+            else f"[yellow]-[/] {finding.name}: {finding.shown}"
+        )
+        if finding.advice:
+            console.print(Padding(finding.advice, (0, 0, 0, 4)), style="dim")
+
+
+def _disk(directory: Path) -> list[_Finding]:
+    probe = _kvtier.probe(str(directory))
+    uring, direct = bool(probe["io_uring"]), bool(probe["o_direct"])
+    free = os.statvfs(directory)
+    free_bytes = free.f_bavail * free.f_frsize
+    return [
+        _Finding(
+            "io_uring",
+            uring,
+            uring,
+            "yes" if uring else f"no: {probe['io_uring_reason']}",
+            ""
+            if uring
+            else "the slower thread engine is used. A container's seccomp profile often forbids io_uring: "
+            "allow io_uring_setup, io_uring_enter and io_uring_register, or set sysctl kernel.io_uring_disabled=0",
+        ),
+        _Finding(
+            "O_DIRECT",
+            probe["o_direct_alignment"] if direct else None,
+            direct,
+            f"yes, aligned to {probe['o_direct_alignment']} bytes" if direct else f"no: {probe['o_direct_reason']}",
+            ""
+            if direct
+            else "put the NVMe tier on ext4 or XFS on a local drive, not on a network or overlay file system",
+        ),
+        _Finding("free disk space", free_bytes, True, size(free_bytes)),
+    ]
+
+
+def _memory() -> list[_Finding]:
+    pages = machine.huge_pages()
+    thp = pages.transparent in ("always", "madvise")
+    memlock = machine.memlock_bytes()
+    enough = memlock is None or memlock >= 1 << 30
+    nodes = machine.numa_nodes()
+    far = [node for node in nodes if not node.has_cpus]
+    return [
+        _Finding(
+            "transparent huge pages",
+            pages.transparent,
+            thp,
+            pages.transparent,
+            ""
+            if thp
+            else "they double the speed of disk reads: "
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)",
+        ),
+        _Finding(
+            "reserved huge pages of 2 MiB",
+            pages.reserved,
+            True,
+            f"{pages.reserved}, {pages.free} free",
+            "" if pages.reserved else 'needed only for Dram(huge_pages="hugetlb"): sysctl vm.nr_hugepages=N',
+        ),
+        _Finding(
+            "memlock limit",
+            memlock,
+            enough,
+            "unlimited" if memlock is None else size(memlock),
+            ""
+            if enough
+            else "I/O buffers beyond it are not registered, which costs some CPU: ulimit -l unlimited, or "
+            "LimitMEMLOCK=infinity in the service",
+        ),
+        _Finding(
+            "memory of a plain Store()",
+            default_dram(),
+            True,
+            f"{size(default_dram())} of {size(machine.usable_memory())} usable",
+        ),
+        _Finding(
+            "NUMA nodes",
+            [asdict(node) for node in nodes],
+            True,
+            ", ".join(f"{n.number}: {size(n.memory_bytes)}{'' if n.has_cpus else ' without CPUs'}" for n in nodes)
+            or "none shown",
+            f"CXL memory, it seems: Cxl(size, numa_node={far[0].number})" if far else "",
+        ),
+    ]
+
+
+def _gpu() -> _Finding:
+    names = machine.gpus()
+    return _Finding(
+        "GPU",
+        names,
+        bool(names),
+        ", ".join(names) or "none",
+        "" if names else "not needed: this version keeps no tier on a GPU",
+    )

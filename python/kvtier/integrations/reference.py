@@ -1,0 +1,138 @@
+"""The same verbs over a plain ``dict``: what a store's answers are compared with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier import canonical
+from kvtier.errors import InvalidBlockError
+from kvtier.layout import KVLayout
+
+__all__ = ["DictNamespace"]
+
+
+@dataclass(frozen=True)
+class _Match:
+    blocks: int
+    tokens: int
+    tiers: list[str]
+    bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Result:
+    hit: bool
+    tier: str | None
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class _PutResult:
+    stored: bool
+    present: bool
+    tier: str
+
+
+class _Done:
+    """A prefetch with nothing to do: everything is in memory already."""
+
+    def cancel(self) -> bool:
+        return False
+
+
+@dataclass
+class DictNamespace:
+    """Blocks in a Python ``dict``: no capacity, no eviction, no checksum, no threads. For comparison and for tests,
+    not for serving.
+
+    Args:
+        layout: the layout of the blocks.
+
+    Its keys are a chain of BLAKE2b digests, so they are not those of a :class:`kvtier.Namespace`. No verb blocks.
+    """
+
+    layout: KVLayout
+    blocks: dict[bytes, bytes] = field(default_factory=dict)
+
+    def chain(self, token_ids: Sequence[int], extras: None = None) -> list[bytes]:
+        """One 32-byte key a full block of ``token_ids``; equal keys mean equal prefixes."""
+        size = self.layout.block_tokens
+        keys, previous = [], b""
+        for start in range(0, len(token_ids) - size + 1, size):
+            text = canonical.encode([previous, [int(token) for token in token_ids[start : start + size]]])
+            previous = hashlib.blake2b(text, digest_size=32).digest()
+            keys.append(previous)
+        return keys
+
+    def match(self, keys: Sequence[bytes]) -> _Match:
+        """How many of the first ``keys`` are here, without a gap."""
+        count = next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+        size = count * self.layout.block_bytes
+        return _Match(count, count * self.layout.block_tokens, ["dict"] * count, {"dict": size} if count else {})
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each key is here."""
+        return [key in self.blocks for key in keys]
+
+    def prefetch(
+        self, keys: Sequence[bytes], *, to: str = "dram", deadline: float | None = None, priority: int = 0
+    ) -> _Done:
+        """Nothing to do."""
+        return _Done()
+
+    def put_many(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[NDArray[np.uint8]],
+        *,
+        parents: Sequence[bytes | None] | None = None,
+        timeout: float | None = None,
+    ) -> list[_PutResult]:
+        """Copy each block (``uint8``, ``layout.block_bytes`` long) unless its key is here already.
+
+        Raises:
+            InvalidBlockError: for a block of another size.
+        """
+        results = []
+        for key, block in zip(keys, blocks, strict=True):
+            present = key in self.blocks
+            if not present:
+                self._check(block)
+                self.blocks[key] = block.tobytes()
+            results.append(_PutResult(stored=not present, present=present, tier="dict"))
+        return results
+
+    def get_into(
+        self, keys: Sequence[bytes], outs: Sequence[NDArray[np.uint8]], *, timeout: float | None = None
+    ) -> list[_Result]:
+        """Copy each block into its buffer (``uint8``, ``layout.block_bytes`` long).
+
+        Raises:
+            InvalidBlockError: for a buffer of another size.
+        """
+        results = []
+        for key, out in zip(keys, outs, strict=True):
+            self._check(out)
+            block = self.blocks.get(key)
+            if block is None:
+                results.append(_Result(False, None, "absent"))
+                continue
+            out[:] = np.frombuffer(block, np.uint8)
+            results.append(_Result(True, "dict", None))
+        return results
+
+    def get(self, key: bytes) -> NDArray[np.uint8] | None:
+        """A copy of a block, or ``None``."""
+        block = self.blocks.get(key)
+        return None if block is None else np.frombuffer(block, np.uint8).copy()
+
+    def _check(self, block: NDArray[np.uint8]) -> None:
+        if block.nbytes != self.layout.block_bytes:
+            raise InvalidBlockError(
+                f"a buffer of {block.nbytes} bytes was given; a block has {self.layout.block_bytes}: give a whole block"
+            )

@@ -1,0 +1,70 @@
+"""Leases: blocks that stay where they are, read without a copy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from kvtier import _kvtier
+
+__all__ = ["Lease"]
+
+
+class Lease:
+    """Blocks that stay where they are, with their bytes, until this and everything made from it is gone.
+
+    A block ends its stay with the last export (memoryview, array, DLPack tensor), from any thread, also after the store
+    was closed. The views are read-only; a torch tensor made from one through DLPack is writable all the same, and what is
+    scribbled there makes the block a miss later, never a wrong hit.
+
+    Attributes:
+        blocks: one producer a key of the buffer protocol and of DLPack (``uint8``, 1-D, on the CPU), ``None`` for a
+            miss.
+        views: the same as memoryviews.
+        reasons: why each key is a miss; ``None`` for a hit.
+    """
+
+    def __init__(self, native: _kvtier.Lease) -> None:
+        self._native = native
+        self.blocks: list[_kvtier.BlockView | None] = native.blocks()
+        self.views: list[memoryview | None] = [None if b is None else memoryview(b) for b in self.blocks]
+        self.reasons: Sequence[str | None] = native.reasons
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+    def release(self, *, after: Any = None) -> None:
+        """Let go of the blocks; exports that were taken out keep theirs. Releasing twice is allowed.
+
+        Args:
+            after: hold them until this has completed: an event or stream with ``synchronize()`` (CUDA, CuPy), something
+                with ``wait()``, or a callable that returns when the copy is done. It is waited for on a thread of its
+                own. Default: at once.
+
+        Does not block.
+        """
+        held = self.blocks, self.views, self._native
+        self.blocks, self.views = [], []
+        if after is None:
+            self._native.release()
+            return
+        wait: Callable[[], object] = getattr(after, "synchronize", None) or getattr(after, "wait", None) or after
+
+        def hold(blocks: object = held) -> None:
+            try:
+                wait()
+            finally:
+                self._native.release()
+                del blocks
+
+        threading.Thread(target=hold, name="kvtier-release", daemon=True).start()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

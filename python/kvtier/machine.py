@@ -1,0 +1,121 @@
+"""What the machine offers: memory limits, huge pages, NUMA nodes, GPUs. Read from ``/proc`` and ``/sys``, nothing is
+changed.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["HugePageSupport", "NumaNode", "gpus", "huge_pages", "memlock_bytes", "numa_nodes", "usable_memory"]
+
+# cgroup v1 says "no limit" with a number near 2**63.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class HugePageSupport:
+    """What the kernel offers: the mode of transparent huge pages (``always``, ``madvise``, ``never`` or ``absent``),
+    and the reserved pages of 2 MiB, all and free.
+    """
+
+    transparent: str
+    reserved: int
+    free: int
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """A NUMA node: its number, its memory in bytes, and whether it has CPUs (CXL memory shows as a node without)."""
+
+    number: int
+    memory_bytes: int
+    has_cpus: bool
+
+
+def usable_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process may use: the least of what is available, its cgroup's limits (v1 and v2, all
+    levels), and its own address-space limit. Does not block.
+
+    Args:
+        root: where ``proc`` and ``sys`` are found.
+    """
+    limits = [_available(root / "proc/meminfo"), *_cgroup_limits(root)]
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        soft = resource.getrlimit(kind)[0]
+        if soft != resource.RLIM_INFINITY:
+            limits.append(soft)
+    return min(limits)
+
+
+def _available(meminfo: Path) -> int:
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    text = fields.get("MemAvailable") or fields["MemTotal"]
+    return int(text.split()[0]) * 1024
+
+
+def _cgroup_limits(root: Path) -> list[int]:
+    """The limits of this process's cgroups and of all their parents."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, file = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            top, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may lie outside of what is mounted; the mounted root then holds the container's limit.
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for depth in range(len(parts), -1, -1):
+            text = _text(top.joinpath(*parts[:depth], file))
+            if text.isdigit() and int(text) < _NO_LIMIT:
+                limits.append(int(text))
+    return limits
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def memlock_bytes() -> int | None:
+    """Bytes of memory that this process may lock (its soft ``RLIMIT_MEMLOCK``); ``None`` for no limit."""
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def huge_pages(root: Path = Path("/")) -> HugePageSupport:
+    """What the kernel offers in huge pages of 2 MiB. Does not block."""
+    modes = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = next((word.strip("[]") for word in modes.split() if word.startswith("[")), "absent")
+    reserved = root / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    return HugePageSupport(
+        chosen, int(_text(reserved / "nr_hugepages") or 0), int(_text(reserved / "free_hugepages") or 0)
+    )
+
+
+def numa_nodes(root: Path = Path("/")) -> list[NumaNode]:
+    """The NUMA nodes, by number; empty where the kernel shows none. Does not block."""
+    nodes = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        words = _text(folder / "meminfo").split()
+        total = int(words[words.index("MemTotal:") + 1]) * 1024 if "MemTotal:" in words else 0
+        nodes.append(NumaNode(int(folder.name[4:]), total, bool(_text(folder / "cpulist"))))
+    return sorted(nodes, key=lambda node: node.number)
+
+
+def gpus(root: Path = Path("/")) -> list[str]:
+    """The names of the NVIDIA GPUs whose driver is loaded. Does not block, and loads no CUDA."""
+    names = []
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        fields = dict(line.split(":", 1) for line in _text(path).splitlines() if ":" in line)
+        names.append(fields.get("Model", "unknown").strip())
+    return names

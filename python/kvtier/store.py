@@ -1,0 +1,527 @@
+"""The store: tiers, namespaces, and the verbs of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier import _kvtier, aio, canonical, keys
+from kvtier.config import Cxl, Dram, Nvme, Policy, Size, StoreConfig, Tier
+from kvtier.errors import ConfigError, InvalidBlockError, UnsupportedError
+from kvtier.identity import Identity
+from kvtier.job import Job
+from kvtier.keys import Extras, Tokens
+from kvtier.layout import KVLayout
+from kvtier.lease import Lease
+from kvtier.results import Match, PutResult, Result, put_result, put_results, results
+
+__all__ = ["Namespace", "Span", "Store"]
+
+Span: TypeAlias = range | slice | tuple[int, int] | None
+"""A range of layers or tokens: ``range(2, 5)``, ``slice(2, 5)`` or ``(2, 5)``; ``None`` is all of them."""
+
+_MEMORY_TIERS = ("dram", "cxl")
+
+
+class Namespace:
+    """Blocks of one meaning: one model, one layout, one tenant. :meth:`Store.namespace` makes it.
+
+    A *key* is 16 to 64 bytes; equal keys must mean equal bytes, so a second ``put`` of a key changes nothing.
+    :meth:`chain` makes keys from tokens. A *buffer* is anything with the buffer protocol, a NumPy array, a torch CPU
+    tensor of any dtype or an object with ``__dlpack__``; it is C-contiguous, of the layout's dtype (or plain bytes), and
+    has exactly the bytes of a block, or of the part of it that is asked for.
+
+    Every verb that may wait takes ``timeout`` in seconds: ``None`` (default) is 30 s, 0 does not wait. A miss is a value,
+    never an error. All verbs may be called from any thread, and let go of the interpreter while they move bytes or
+    wait. They raise ``ClosedError`` once the store is closed, and in a fork of the process that opened it, and
+    ``InvalidBlockError`` for keys and buffers that do not fit; then nothing was changed.
+
+    Attributes:
+        layout: how its blocks are arranged.
+        digest: the namespace's 32-byte BLAKE3 digest.
+    """
+
+    def __init__(self, core: _kvtier.Core, identity: bytes, layout: KVLayout) -> None:
+        self._core = core
+        self._space = keys.space_of(identity, layout)
+        self.layout = layout
+        self.digest: bytes = self._space.digest
+
+    def chain(self, token_ids: Tokens, extras: Extras | None = None, *, partial: bool = False) -> list[bytes]:
+        """The keys of a prompt's blocks.
+
+        Args:
+            token_ids: the prompt, whole numbers from 0 to 2**32 - 1.
+            extras: what else a block's meaning depends on, by block number or one a block: digests of images, say.
+            partial: also a key for the tokens at the end that fill no block. Default no.
+
+        Returns:
+            One 32-byte key for each block of ``layout.block_tokens`` tokens. Equal keys mean equal prefixes. Does not
+            block.
+        """
+        return keys.chain_in(self._space, token_ids, self.layout.block_tokens, extras, partial)
+
+    # Storing
+
+    def put(
+        self,
+        key: bytes,
+        data: Any,
+        *,
+        parent: bytes | None = None,
+        replaces: bytes | None = None,
+        importance: float | None = None,
+        timeout: float | None = None,
+    ) -> PutResult:
+        """Store a block.
+
+        Args:
+            key: its key.
+            data: its bytes: a full block, or one of fewer whole tokens.
+            parent: the key of the block before it. It must be in the store: a block never outlives its parent. ``None``
+                for the first of a chain.
+            replaces: the key of a block that this one makes superfluous, such as the partial one that it completes. It is
+                removed once this one is there.
+            importance: the caller's score, from 0; default 0.
+            timeout: how long to wait for room.
+
+        Returns:
+            What became of it. When this returns ``stored``, readers find the block.
+
+        Raises:
+            FullError: no room, with ``timeout=0``.
+            DeadlineError: no room before the deadline.
+        """
+        code = self._core.put(self._space, key, data, parent, replaces, importance or 0.0, timeout)
+        return put_result(bytes((code,)))
+
+    def put_many(
+        self,
+        keys: Sequence[bytes],
+        blocks: Iterable[Any],
+        *,
+        parents: Sequence[bytes | None] | None = None,
+        importance: Sequence[float] | None = None,
+        timeout: float | None = None,
+    ) -> list[PutResult]:
+        """Store blocks, in order: a parent before its children.
+
+        Args:
+            keys: their keys.
+            blocks: their bytes, one buffer a key.
+            parents: the key of each one's parent, or ``None``; default: all are first of a chain.
+            importance: one score a key; default 0.
+            timeout: how long to wait for room, all together.
+
+        Returns:
+            What became of each; a lack of room is a block's own result, with the reason ``"full"`` or ``"deadline"``.
+        """
+        codes = self._core.put_many(self._space, keys, blocks, parents or (), None, importance or (), timeout)
+        return put_results(codes)
+
+    async def aput(
+        self,
+        key: bytes,
+        data: Any,
+        *,
+        parent: bytes | None = None,
+        replaces: bytes | None = None,
+        importance: float | None = None,
+        timeout: float | None = None,
+    ) -> PutResult:
+        """As :meth:`put`, without blocking the event loop. ``data`` is the store's until the block is stored, also if
+        the await is cancelled.
+        """
+        parents, scores = [parent], [importance or 0.0]
+        codes = await aio.operation(
+            lambda to, token: self._core.start_put_many(
+                self._space, [key], [data], parents, replaces, scores, timeout, to, token
+            )
+        )
+        return put_result(codes)
+
+    async def aput_many(
+        self,
+        keys: Sequence[bytes],
+        blocks: Iterable[Any],
+        *,
+        parents: Sequence[bytes | None] | None = None,
+        importance: Sequence[float] | None = None,
+        timeout: float | None = None,
+    ) -> list[PutResult]:
+        """As :meth:`put_many`, without blocking the event loop. The buffers are the store's until it has finished with
+        them, also if the await is cancelled.
+        """
+        codes = await aio.operation(
+            lambda to, token: self._core.start_put_many(
+                self._space, keys, blocks, parents or (), None, importance or (), timeout, to, token
+            )
+        )
+        return put_results(codes)
+
+    # Looking
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each key is resident in any tier. Does not block; counts as no use."""
+        return self._core.contains(self._space, keys)
+
+    def match(self, keys: Sequence[bytes]) -> Match:
+        """How long a prefix of ``keys`` is resident, and where. Does not block; counts as no use."""
+        blocks, tokens, tiers, sizes = self._core.matching(self._space, keys)
+        return Match(blocks, tokens, tiers, dict(sizes))
+
+    # Reading
+
+    def get(
+        self, key: bytes, *, layers: Span = None, tokens: Span = None, timeout: float | None = None
+    ) -> NDArray[np.uint8] | None:
+        """A verified copy of a block, or of a part of it.
+
+        Args:
+            key: its key.
+            layers: which layers; default all.
+            tokens: which tokens of the block; default all.
+            timeout: how long to wait for a load.
+
+        Returns:
+            ``uint8[bytes]``, in the layout's order; ``None`` for a miss.
+        """
+        part = _span("layers", layers), _span("tokens", tokens)
+        (size,) = self._core.sizes(self._space, [key], *part)
+        if size is None:
+            return None
+        out = np.empty(size, np.uint8)
+        (result,) = results(self._core.get_into(self._space, [key], [out], *part, timeout))
+        return out if result.hit else None
+
+    def get_into(
+        self,
+        keys: Sequence[bytes],
+        outs: Iterable[Any],
+        *,
+        layers: Span = None,
+        tokens: Span = None,
+        timeout: float | None = None,
+    ) -> list[Result]:
+        """Copy blocks, or the same part of each, into the caller's memory, and verify them in the same pass.
+
+        Args:
+            keys: their keys, in the order of need: later ones load while earlier ones are copied.
+            outs: one writable buffer a key, not overlapping.
+            layers: which layers; default all.
+            tokens: which tokens of each block; default all.
+            timeout: how long to wait for loads, all together.
+
+        Returns:
+            One result a key. After a miss the key's buffer holds nothing that may be used. With the reason
+            ``"deadline"`` and a buffer inside a registered region, see :meth:`Store.register_region`.
+        """
+        part = _span("layers", layers), _span("tokens", tokens)
+        return results(self._core.get_into(self._space, keys, outs, *part, timeout))
+
+    async def aget(
+        self, key: bytes, *, layers: Span = None, tokens: Span = None, timeout: float | None = None
+    ) -> NDArray[np.uint8] | None:
+        """As :meth:`get`, without blocking the event loop."""
+        part = _span("layers", layers), _span("tokens", tokens)
+        (size,) = self._core.sizes(self._space, [key], *part)
+        if size is None:
+            return None
+        out = np.empty(size, np.uint8)
+        (result,) = await self.aget_into([key], [out], layers=layers, tokens=tokens, timeout=timeout)
+        return out if result.hit else None
+
+    async def aget_into(
+        self,
+        keys: Sequence[bytes],
+        outs: Iterable[Any],
+        *,
+        layers: Span = None,
+        tokens: Span = None,
+        timeout: float | None = None,
+    ) -> list[Result]:
+        """As :meth:`get_into`, without blocking the event loop. The buffers are the store's until it has finished with
+        them, also if the await is cancelled.
+        """
+        part = _span("layers", layers), _span("tokens", tokens)
+        codes = await aio.operation(
+            lambda to, token: self._core.start_get_into(self._space, keys, outs, *part, timeout, to, token)
+        )
+        return results(codes)
+
+    def lease(self, keys: Sequence[bytes], *, verify: bool = False, timeout: float | None = None) -> Lease:
+        """Views of blocks in memory, without a copy; blocks on NVMe are loaded first.
+
+        Args:
+            keys: their keys.
+            verify: whether to check their bytes now. Default no; loads are always checked.
+            timeout: how long to wait for loads, all together.
+
+        Returns:
+            A context manager with one read-only view a key.
+        """
+        return Lease(self._core.lease(self._space, keys, verify, timeout))
+
+    async def alease(self, keys: Sequence[bytes], *, verify: bool = False, timeout: float | None = None) -> Lease:
+        """As :meth:`lease`, without blocking the event loop."""
+        native = await aio.operation(
+            lambda to, token: self._core.start_lease(self._space, keys, verify, timeout, to, token)
+        )
+        return Lease(native)
+
+    def prefetch(
+        self, keys: Sequence[bytes], *, to: str = "dram", deadline: float | None = None, priority: int = 0
+    ) -> Job:
+        """Bring blocks into memory, in this order. Does not block.
+
+        Args:
+            keys: their keys, in the order of need.
+            to: ``"dram"`` (default) or ``"cxl"`` (also satisfied by DRAM).
+            deadline: seconds from now; keys that are not there by then become misses. Default none.
+            priority: jobs of higher priority go first. Default 0; above 0 their reads also pass others in the device's
+                queue.
+
+        Returns:
+            The running job, also awaitable. Whoever asks for the same block joins the one load.
+        """
+        if to not in _MEMORY_TIERS:
+            raise UnsupportedError(f"to={to!r} was given; this version loads to {' or '.join(_MEMORY_TIERS)}")
+        native = self._core.prefetch(self._space, keys, _MEMORY_TIERS.index(to), deadline, priority)
+        return Job(native)
+
+    async def aprefetch(
+        self, keys: Sequence[bytes], *, to: str = "dram", deadline: float | None = None, priority: int = 0
+    ) -> list[Result]:
+        """As ``await prefetch(…)``: one result a key."""
+        return await self.prefetch(keys, to=to, deadline=deadline, priority=priority)
+
+    # Keeping
+
+    def pin(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
+        """Keep blocks in memory until as many :meth:`unpin`; loads them if needed. Whether each is pinned now."""
+        return self._core.pin(self._space, keys, timeout)
+
+    async def apin(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
+        """As :meth:`pin`, without blocking the event loop."""
+        flags: list[bool] = await aio.operation(
+            lambda to, token: self._core.start_pin(self._space, keys, timeout, to, token)
+        )
+        return flags
+
+    def unpin(self, keys: Sequence[bytes]) -> list[bool]:
+        """Take back one :meth:`pin` of each key. Whether it had one. Does not block."""
+        return self._core.unpin(self._space, keys)
+
+    def set_importance(self, keys: Sequence[bytes], scores: Sequence[float]) -> list[bool]:
+        """Set the caller's score of blocks, finite and from 0: attention mass, say. Whether each is resident. Does not
+        block.
+        """
+        return self._core.set_importance(self._space, keys, scores)
+
+    def remove(self, keys: Sequence[bytes]) -> list[bool]:
+        """Remove blocks, and all that follow them in their chains. Whether each was there. Leases keep their bytes.
+        Does not block.
+        """
+        return self._core.remove(self._space, keys)
+
+    def clear(self) -> int:
+        """Remove every block of this namespace, also those that an earlier process stored. Returns how many."""
+        return self._core.clear(self._space)
+
+
+class Store(Namespace):
+    """A tiered store of KV blocks in this process.
+
+    Args:
+        tiers: fastest first, at most one of each kind: :class:`Dram`, :class:`Cxl`, :class:`Nvme`. None at all is DRAM
+            of a quarter of what the process may use (cgroup limits respected), at most 8 GiB.
+        policy: which block leaves first: ``"lru-leaf"`` (default), ``"s3-fifo-leaf"``, ``"lru"``, ``"s3-fifo"``.
+        verify: whether reads from memory check the checksums made at put (default). Reads from NVMe always do.
+        watermarks: ``(high, low)`` shares of a memory tier: above the first blocks start to move down, until the second.
+        write_budget: bytes a day that may be written to NVMe, such as ``"500GB"``; blocks beyond it leave the store.
+            Default no limit.
+
+    It is itself a namespace of opaque blocks. A context manager; closing it writes what is only in memory to NVMe.
+    Blocks while it maps memory and reads the journal; memory is prefaulted in the background.
+
+    Raises:
+        ConfigError: for settings that cannot work.
+        LockedError: another process has the directory open; the message names it.
+        UnsupportedError: the directory was written by a newer version; it is left as it is.
+        StorageError: the machine refuses the memory, the file or the device.
+    """
+
+    def __init__(
+        self,
+        *tiers: Tier,
+        policy: Policy = "lru-leaf",
+        verify: bool = True,
+        watermarks: tuple[float, float] = StoreConfig.watermarks,
+        write_budget: Size | None = None,
+    ) -> None:
+        self._open(StoreConfig(tuple(tiers), policy, verify, watermarks, write_budget))
+
+    def _open(self, config: StoreConfig) -> None:
+        self.config = config
+        self._progress = _kvtier.Progress()
+        high, low = config.watermarks
+        core = _kvtier.Core(
+            [_native(tier) for tier in config.tiers],
+            config.policy,
+            config.verify,
+            high,
+            low,
+            config.write_budget_bytes,
+            self._progress,
+        )
+        super().__init__(core, b"", KVLayout.opaque())
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """The store that a TOML file describes; see :meth:`StoreConfig.from_toml`."""
+        store = cls.__new__(cls)
+        store._open(StoreConfig.from_toml(path))
+        return store
+
+    def namespace(
+        self,
+        identity: Identity | bytes,
+        layout: KVLayout | None = None,
+        codec: str | None = None,
+        quota: Size | None = None,
+    ) -> Namespace:
+        """The blocks of one model, layout and tenant.
+
+        Args:
+            identity: what the bytes mean: an :class:`Identity`, or canonical bytes of the caller's own that name
+                weights, revision, configuration, dtype, parallel slice, adapter content and tenant.
+            layout: how blocks are arranged; default opaque.
+            codec: not in this version.
+            quota: not in this version.
+
+        Returns:
+            The namespace; making it twice gives the same blocks. Does not block.
+
+        Raises:
+            UnsupportedError: for a codec or a quota.
+        """
+        if codec is not None or quota is not None:
+            raise UnsupportedError(
+                f"codec={codec!r} and quota={quota!r} were given; this version stores blocks as they are, without "
+                "quotas: leave both out"
+            )
+        layout = layout or KVLayout.opaque()
+        if isinstance(identity, Identity):
+            text = identity.to_bytes(layout)
+        elif isinstance(identity, bytes) and identity:
+            text = canonical.encode({"identity": 0, "own": identity, "layout": layout.fingerprint()})
+        else:
+            raise ConfigError(
+                f"identity={identity!r} was given; pass an Identity, or bytes of your own that name everything that "
+                "changes the meaning of a block"
+            )
+        return Namespace(self._core, text, layout)
+
+    def register_region(self, buffer: Any) -> _kvtier.Region:
+        """Make memory of the caller a direct target of reads from NVMe.
+
+        Args:
+            buffer: a writable C-contiguous buffer. Whole blocks that are read to a 4096-byte boundary in it go past DRAM;
+                huge pages under it double the rate.
+
+        Returns:
+            The region, ``in_flight()`` of which says how many reads still use it. After a result with the reason
+            ``"deadline"`` the key's buffer may still be written to: do not use it until that is 0. The memory is kept
+            until the store is closed.
+        """
+        try:
+            return self._core.register_region(buffer)
+        except (BufferError, TypeError) as error:
+            raise InvalidBlockError(
+                f"a {type(buffer).__name__} was given; a region is writable contiguous memory ({error})"
+            ) from None
+
+    def prefaulted(
+        self, progress: Callable[[int, int], None] | None = None, timeout: float | None = None
+    ) -> bool:
+        """Block until all memory is backed, or for ``timeout`` seconds (default 30); whether it is.
+
+        Args:
+            progress: called on this thread with (bytes done, bytes in all) as it goes on.
+        """
+        return self._progress.wait(progress, timeout)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Write every block that is only in memory to NVMe, and block until all of it is durable. Blocks that do not fit
+        there, or into the write budget, are left. Without an NVMe tier it does nothing.
+
+        Raises:
+            DeadlineError: not done in time; what was written is kept.
+            StorageError: the device failed.
+        """
+        self._core.flush(timeout)
+
+    async def aflush(self, timeout: float | None = None) -> None:
+        """As :meth:`flush`, without blocking the event loop."""
+        await aio.operation(lambda to, token: self._core.start_flush(timeout, to, token))
+
+    def clear(self) -> int:
+        """Remove every block of every namespace. Returns how many."""
+        return self._core.clear(None)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, sizes in bytes and latencies in seconds since the store was opened, by tier under ``"tiers"``. Does
+        not block.
+        """
+        return self._core.report()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Flush, end all threads and let go of the directory. Blocks for at most ``timeout`` seconds (default 30), even
+        if a device hangs. Leases stay valid. Closing twice is allowed.
+
+        Raises:
+            DeadlineError: not all was written in time.
+            StorageError: the device failed.
+        """
+        self._core.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _native(tier: Tier) -> dict[str, Any]:
+    match tier:
+        case Dram():
+            own: dict[str, Any] = {"kind": "dram", "huge_pages": tier.huge_pages, "prefault": tier.prefault}
+        case Cxl():
+            own = {"kind": "cxl", "numa_node": tier.numa_node, "path": tier.path}
+        case Nvme():
+            own = {"kind": "nvme", "paths": list(tier.paths), "engine": tier.engine}
+    return own | {"size": tier.size_bytes, "emulate_gbs": tier.emulate_gbs}
+
+
+def _span(what: Literal["layers", "tokens"], span: Span) -> tuple[int, int] | None:
+    match span:
+        case None:
+            return None
+        case range() if span.step == 1:
+            pair: tuple[Any, Any] = (span.start, span.stop)
+        case slice() if span.step in (None, 1):
+            pair = (span.start, span.stop)
+        case (start, stop):
+            pair = (start, stop)
+        case _:
+            pair = (None, None)
+    if not all(isinstance(end, int) and 0 <= end < 2**32 for end in pair):
+        raise InvalidBlockError(f"{what}={span!r} was given; allowed are range(start, stop) or (start, stop), from 0 on")
+    return pair

@@ -1,0 +1,168 @@
+//! A namespace as Python hands it to every verb: digest, layout, and what arrays must look like.
+
+use kvtier_core::key;
+use kvtier_core::layout::{Layer, Layout, Selection};
+use kvtier_core::store::Namespace;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::buffers::View;
+use crate::errors::{from_core, raise};
+
+/// A namespace's digest and layout.
+#[pyclass(frozen, module = "kvtier._kvtier")]
+pub struct Space {
+    pub(crate) ns: Namespace,
+    dtype: String,
+    itemsize: usize,
+    shape: Option<Vec<usize>>,
+    token_axis: usize,
+}
+
+impl Space {
+    /// The layout's dtype.
+    pub fn dtype(&self) -> &str {
+        &self.dtype
+    }
+
+    /// The shape of a full block, if its blocks have one.
+    pub fn python_shape(&self) -> Option<Vec<usize>> {
+        self.shape.clone()
+    }
+
+    /// Which axis of it counts tokens.
+    pub fn token_axis(&self) -> usize {
+        self.token_axis
+    }
+
+    /// Bytes, the layout's own dtype, and bit patterns of its size are taken; others are not.
+    pub fn accepts_format(&self, format: &str, itemsize: usize) -> bool {
+        let format = format.trim_start_matches(['@', '=', '<']);
+        let own = match self.dtype.as_str() {
+            "fp32" => "f",
+            "fp16" => "e",
+            "int8" => "b",
+            _ => "B",
+        };
+        match format {
+            "B" | "b" | "c" => true,
+            "H" => self.itemsize == 2,
+            "I" | "L" => self.itemsize == itemsize && self.itemsize == 4,
+            other => other == own,
+        }
+    }
+
+    /// An array with the layout's number of axes must have its shape, with any number of tokens;
+    /// arrays with other numbers of axes are taken as bytes.
+    pub fn accepts_shape(&self, given: &[isize]) -> bool {
+        let Some(shape) = &self.shape else {
+            return true;
+        };
+        given.len() != shape.len()
+            || shape
+                .iter()
+                .zip(given)
+                .enumerate()
+                .all(|(axis, (&want, &got))| axis == self.token_axis || want as isize == got)
+    }
+
+    /// The shape in words.
+    pub fn describe_shape(&self) -> String {
+        match &self.shape {
+            Some(shape) => {
+                let axes: Vec<String> = shape
+                    .iter()
+                    .enumerate()
+                    .map(|(axis, n)| {
+                        if axis == self.token_axis {
+                            format!("1 to {n} tokens")
+                        } else {
+                            n.to_string()
+                        }
+                    })
+                    .collect();
+                format!("[{}]", axes.join(", "))
+            }
+            None => "flat bytes".into(),
+        }
+    }
+}
+
+/// The part of a block that Python asks for: `(start, stop)` pairs.
+pub fn selection(layers: Option<(u32, u32)>, tokens: Option<(u32, u32)>) -> Selection {
+    Selection {
+        layers: layers.map(|(from, to)| from..to),
+        tokens: tokens.map(|(from, to)| from..to),
+    }
+}
+
+#[pymethods]
+impl Space {
+    /// The namespace of a canonical identity; `segments` is `(planes, bytes a token and plane)` a
+    /// layer, empty for opaque blocks.
+    #[new]
+    #[pyo3(signature = (identity, segments, block_tokens, dtype, itemsize, shape=None, token_axis=0))]
+    fn new(
+        py: Python<'_>,
+        identity: &[u8],
+        segments: Vec<(u32, u32)>,
+        block_tokens: u32,
+        dtype: String,
+        itemsize: usize,
+        shape: Option<Vec<usize>>,
+        token_axis: usize,
+    ) -> PyResult<Self> {
+        let layout = if segments.is_empty() {
+            Ok(Layout::opaque())
+        } else {
+            let layers = segments
+                .into_iter()
+                .map(|(planes, token_bytes)| Layer { planes, token_bytes })
+                .collect();
+            Layout::new(layers, block_tokens)
+        };
+        let layout = layout.map_err(|e| from_core(py, &e))?;
+        Ok(Space {
+            ns: Namespace::new(identity, layout),
+            dtype,
+            itemsize,
+            shape,
+            token_axis,
+        })
+    }
+
+    /// The namespace's digest, 32 bytes.
+    #[getter]
+    fn digest<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.ns.digest)
+    }
+
+    /// One 32-byte key for each block of `block_tokens` tokens; `tokens` is a contiguous buffer of
+    /// `u32`.
+    fn chain<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: &Bound<'py, PyAny>,
+        block_tokens: usize,
+        partial: bool,
+        extras: Vec<Vec<u8>>,
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let view = View::raw(tokens, false)?;
+        if view.len() % 4 != 0 || block_tokens == 0 {
+            return Err(raise(
+                py,
+                "InvalidBlockError",
+                "tokens must be a buffer of 32-bit numbers, in blocks of at least one".into(),
+            ));
+        }
+        let (bytes, digest) = (view.bytes(), &self.ns.digest);
+        let keys = py.detach(|| {
+            let tokens: Vec<u32> = bytes
+                .chunks_exact(4)
+                .map(|b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]))
+                .collect();
+            key::chain(digest, &tokens, block_tokens, partial, &extras)
+        });
+        Ok(keys.iter().map(|key| PyBytes::new(py, key)).collect())
+    }
+}
