@@ -175,7 +175,7 @@ def test_a_single_path(tmp_path: Path, key: str) -> None:
         ("[[tier]]\nkind = 'hbm'\nsize = '1GiB'\ndevice = 0", UnsupportedError, "not in this version"),
         ("[[tier]]\nkind = 'nvme'\nsize = '1GiB'\npath = 'a'\ncodec = 'zstd'", UnsupportedError, "codec = 'zstd'"),
         ("[[tier]]\nkind = 'dram'\nsize = '1GiB'\nnuma_node = 0", ConfigError, "unknown key numa_node"),
-        ("[[tier]]\nkind = 'dram'\nsize = '1GiB'\nemulate_gbs = 1", ConfigError, "unknown key emulate_gbs"),
+        ("[[tier]]\nkind = 'dram'\nsize = '1GiB'\nnuma_node = 1", ConfigError, "unknown key numa_node"),
         ("[[tier]]\nkind = 'dram'", ConfigError, "has no size"),
         ("[[tier]]\nkind = 'nvme'\nsize = '1GiB'", ConfigError, "at least one path"),
         ("[[tier]]\nkind = 'nvme'\nsize = '1GiB'\npath = 'a'\npaths = ['b']", ConfigError, "path and paths"),
