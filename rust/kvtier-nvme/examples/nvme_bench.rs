@@ -159,6 +159,46 @@ fn tier(tier: &NvmeTier, arena: Arena, block: usize) -> (f64, f64) {
     (TOTAL as f64 / wrote / 1e9, TOTAL as f64 / read / 1e9)
 }
 
+/// Median microseconds of single 64 KiB reads: a bare `pread`, and through the tier.
+fn latency(store: &NvmeTier, bare_file: &Path, arena: Arena) -> (f64, f64) {
+    const BLOCK: usize = 64 << 10;
+    const READS: usize = 2000;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(bare_file);
+    let file = file.expect("the bare file");
+    let place = |i: usize| (i * 7919) % (TOTAL / BLOCK);
+    let slots: Vec<Slot> = (0..TOTAL / BLOCK)
+        .map(|_| store.reserve((BLOCK / 4096) as u32).expect("room"))
+        .collect();
+    let (mut bare, mut tier) = (Vec::new(), Vec::new());
+    for i in 0..READS {
+        let begin = Instant::now();
+        let at = (place(i) * BLOCK) as i64;
+        // SAFETY: the arena is large enough, and nothing else uses it now.
+        let n = unsafe { libc::pread(file.as_raw_fd(), arena.0 as *mut _, BLOCK, at) };
+        assert_eq!(n, BLOCK as isize);
+        bare.push(begin.elapsed().as_secs_f64() * 1e6);
+        let (back, done) = channel();
+        let begin = Instant::now();
+        let slot = slots[place(i)];
+        store.read(Read {
+            slot,
+            offset: 0,
+            len: BLOCK as u32,
+            buf: arena.part(0, BLOCK),
+            hold: store.hold(slot),
+            urgent: true,
+            done: Box::new(move |result| back.send(result.is_ok()).unwrap_or(())),
+        });
+        assert_eq!(done.recv(), Ok(true));
+        tier.push(begin.elapsed().as_secs_f64() * 1e6);
+    }
+    slots.into_iter().for_each(|slot| store.abandon(slot));
+    (median(bare), median(tier))
+}
+
 fn cpu_seconds() -> f64 {
     // SAFETY: all zeros is a valid value, and the structure outlives the call.
     let usage = unsafe {
@@ -238,6 +278,11 @@ fn main() {
             block >> 10
         );
     }
+    let (bare, tier) = latency(&store, &bare_file, arena);
+    println!(
+        "single 64K reads, p50: pread {bare:.0} us, tier {tier:.0} us, ratio {:.2}",
+        tier / bare
+    );
     println!("{:?}", store.stats());
     drop(registration);
     store.close(None).expect("close");

@@ -1,5 +1,6 @@
 //! The NVMe tier: one preallocated file or block device per path.
 
+pub mod bare;
 mod buf;
 mod check;
 mod checkpoint;
@@ -13,6 +14,7 @@ mod place;
 mod record;
 mod recover;
 pub mod slots;
+mod state;
 mod superblock;
 mod tier;
 mod volume;

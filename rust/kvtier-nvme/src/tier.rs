@@ -217,7 +217,7 @@ const DROP_PATIENCE: Duration = Duration::from_secs(10);
 /// The NVMe tier: slots, reads and writes over one or several paths.
 ///
 /// No method but [`NvmeTier::open`], [`NvmeTier::flush`] and [`NvmeTier::close`] waits for a
-/// device. Those three must not be called from a [`Done`] callback; all others may be.
+/// device; all others may be called from a [`Done`] callback.
 pub struct NvmeTier {
     volumes: Vec<Arc<Volume>>,
     locks: Mutex<Vec<Lock>>,
@@ -391,14 +391,11 @@ impl NvmeTier {
     /// Waits until all earlier writes and removals are durable.
     ///
     /// # Errors
-    /// [`ErrorKind::Deadline`] if they are not by then; [`ErrorKind::Io`] if a path has failed.
+    /// [`ErrorKind::Deadline`] if they are not by then; [`ErrorKind::Io`] if a path has failed;
+    /// [`ErrorKind::Config`] in a [`Done`] callback, which would wait for itself.
     pub fn flush(&self, deadline: Option<Instant>) -> Result<(), Error> {
-        let flushed: Vec<_> = self
-            .volumes
-            .iter()
-            .map(|volume| volume.flush(deadline))
-            .collect();
-        flushed.into_iter().collect()
+        refuse_in_callback()?;
+        flush(&self.volumes, deadline)
     }
 
     /// Flushes, stops the threads and gives the paths free for others.
@@ -407,28 +404,17 @@ impl NvmeTier {
     /// memory and never completes, and the locks are kept until the process ends.
     ///
     /// # Errors
-    /// As [`NvmeTier::flush`]. The tier is closed in any case.
+    /// As [`NvmeTier::flush`]. But for a callback's, the tier is closed in any case.
     pub fn close(&self, deadline: Option<Instant>) -> Result<(), Error> {
+        refuse_in_callback()?;
         if self.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        self.volumes.iter().for_each(|volume| volume.refuse());
-        let flushed = self.flush(deadline);
-        let mut all = true;
-        for volume in &self.volumes {
-            all &= volume.stop(deadline);
-        }
-        let locks = std::mem::take(&mut *self.locks.lock());
-        if all {
-            return flushed;
-        }
-        std::mem::forget(locks);
-        flushed.and_then(|()| {
-            Err(Error::new(
-                ErrorKind::Deadline,
-                "a device did not answer by the deadline: its requests are left in flight, and                  the paths stay locked until this process ends",
-            ))
-        })
+        close(
+            &self.volumes,
+            std::mem::take(&mut *self.locks.lock()),
+            deadline,
+        )
     }
 
     /// Pages that blocks can use, those that are quarantined included.
@@ -529,10 +515,69 @@ impl NvmeTier {
 
 impl Drop for NvmeTier {
     fn drop(&mut self) {
-        if let Err(e) = self.close(Some(Instant::now() + DROP_PATIENCE)) {
-            tracing::warn!("the NVMe tier was dropped without close: {e}");
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let volumes = std::mem::take(&mut self.volumes);
+        let locks = std::mem::take(&mut *self.locks.lock());
+        let close = move || {
+            if let Err(e) = close(&volumes, locks, Some(Instant::now() + DROP_PATIENCE)) {
+                tracing::warn!("the NVMe tier was dropped without close: {e}");
+            }
+        };
+        if !engine::in_callback() {
+            return close();
+        }
+        // The last owner was a callback, and closing waits for callbacks.
+        if let Err(e) = thread::Builder::new()
+            .name("kvtier-close".into())
+            .spawn(close)
+        {
+            tracing::error!("cannot close the NVMe tier: {e}");
         }
     }
+}
+
+fn refuse_in_callback() -> Result<(), Error> {
+    if engine::in_callback() {
+        return Err(Error::new(
+            ErrorKind::Config,
+            "flush and close wait for callbacks, so they cannot be called in one",
+        ));
+    }
+    Ok(())
+}
+
+fn flush(volumes: &[Arc<Volume>], deadline: Option<Instant>) -> Result<(), Error> {
+    let flushed: Vec<_> = volumes
+        .iter()
+        .map(|volume| volume.flush(deadline))
+        .collect();
+    flushed.into_iter().collect()
+}
+
+fn close(
+    volumes: &[Arc<Volume>],
+    locks: Vec<Lock>,
+    deadline: Option<Instant>,
+) -> Result<(), Error> {
+    volumes.iter().for_each(|volume| volume.refuse());
+    let flushed = flush(volumes, deadline);
+    let mut all = true;
+    for volume in volumes {
+        all &= volume.stop(deadline);
+    }
+    if all {
+        return flushed;
+    }
+    std::mem::forget(locks);
+    flushed.and_then(|()| {
+        Err(Error::new(
+            ErrorKind::Deadline,
+            "a device did not answer by the deadline: its requests are left in flight, and the \
+             paths stay locked until this process ends",
+        ))
+    })
 }
 
 /// The blocks of all paths in commit order, every id once; and the older copies of the others.

@@ -1,6 +1,5 @@
 //! One path: its slots, what is in flight on it, and the records that wait for the committer.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -14,7 +13,8 @@ use crate::engine::{Engine, Kind, Op};
 use crate::error::{Error, ErrorKind};
 use crate::record::{Change, Entry, Record};
 use crate::recover::Found;
-use crate::slots::{BUSY, FREE, LOST, Slots};
+use crate::slots::{BUSY, FREE, LOST};
+use crate::state::{Phase, State, Use};
 use crate::superblock::Geometry;
 use crate::tier::{Read, Slot, Write};
 
@@ -64,129 +64,6 @@ pub(crate) fn count(counter: &AtomicU64, by: u64) {
     counter.fetch_add(by, Ordering::Relaxed);
 }
 
-/// What is known of a slot that is not free.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Use {
-    pub generation: u64,
-    pub pages: u32,
-    pub phase: Phase,
-}
-
-/// How far a slot is in its life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
-    /// Given out; nothing was written.
-    Reserved,
-    /// Its data is being written.
-    Writing,
-    /// Removed while its data is being written.
-    Unwanted,
-    /// Written; its record is not durable yet.
-    Written,
-    /// Its record is durable.
-    Live,
-    /// The record that frees or quarantines it is not durable yet.
-    Leaving,
-    /// Free as soon as nobody holds it.
-    Held,
-    /// Never used again.
-    Lost,
-}
-
-/// What the lock of a volume guards.
-pub(crate) struct State {
-    pub slots: Slots,
-    /// All slots that are not free, by first page.
-    pub uses: BTreeMap<u32, Use>,
-    /// How many holds a slot has.
-    holds: HashMap<u32, u32>,
-    /// Records that wait for the committer. The first has number `committed`.
-    pub queue: VecDeque<Record>,
-    /// Records that are durable (or given up), since open.
-    pub committed: u64,
-    /// Pages that become free with records and holds to come.
-    free_soon: u64,
-    /// Pages that are never used again.
-    lost: u64,
-    /// Writes in flight, by the order in which they began.
-    writing: BTreeSet<u64>,
-    next_write: u64,
-    writing_bytes: u64,
-    /// Failed writes in a row, and until when the path is bypassed for it.
-    failures: u32,
-    bypass_until: Option<Instant>,
-    /// Why the metadata cannot be written any more.
-    pub failed: Option<String>,
-    /// Nothing new is taken.
-    pub closed: bool,
-    /// Somebody waits for what the queue holds.
-    pub hurry: bool,
-    /// The committer ends when its queue is empty.
-    pub stopping: bool,
-    /// It has ended.
-    pub stopped: bool,
-}
-
-impl State {
-    /// The number of the next record.
-    pub fn recorded(&self) -> u64 {
-        self.committed + self.queue.len() as u64
-    }
-
-    /// Does `record` describe its slot's present use?
-    pub fn is_current(&self, record: &Record) -> bool {
-        let Some(current) = self.uses.get(&record.start) else {
-            return false;
-        };
-        let lost = current.phase == Phase::Lost;
-        current.generation == record.generation
-            && match record.change {
-                Change::Add(_) => matches!(current.phase, Phase::Live | Phase::Leaving),
-                Change::Quarantine => lost,
-                Change::Remove => false,
-            }
-    }
-
-    /// Carries out a record that has become durable.
-    pub fn apply(&mut self, record: &Record) {
-        let Some(current) = self.uses.get_mut(&record.start) else {
-            return;
-        };
-        if current.generation != record.generation {
-            return;
-        }
-        match (record.change, current.phase) {
-            (Change::Add(_), Phase::Written) => current.phase = Phase::Live,
-            (Change::Quarantine, Phase::Leaving) => {
-                current.phase = Phase::Lost;
-                self.lost += u64::from(record.pages);
-            }
-            (Change::Remove, Phase::Leaving) if self.holds.contains_key(&record.start) => {
-                current.phase = Phase::Held;
-            }
-            (Change::Remove, Phase::Leaving) => self.free(record.start),
-            _ => {}
-        }
-    }
-
-    fn free(&mut self, start: u32) {
-        self.slots.free(start);
-        let gone = self.uses.remove(&start);
-        if let Some(gone) = gone
-            && matches!(gone.phase, Phase::Unwanted | Phase::Leaving | Phase::Held)
-        {
-            self.free_soon -= u64::from(gone.pages);
-        }
-    }
-
-    /// The slot's use, if it is still this one.
-    fn current(&mut self, slot: Slot) -> Option<&mut Use> {
-        self.uses
-            .get_mut(&slot.start)
-            .filter(|u| u.generation == slot.generation)
-    }
-}
-
 impl Volume {
     /// The volume over what recovery found.
     pub fn new(
@@ -197,53 +74,13 @@ impl Volume {
         clock: Arc<dyn Clock>,
         found: &mut Found,
     ) -> Self {
-        let entry = |phase| {
-            move |r: &Record| {
-                let (generation, pages) = (r.generation, r.pages);
-                (
-                    r.start,
-                    Use {
-                        generation,
-                        pages,
-                        phase,
-                    },
-                )
-            }
-        };
-        let live = found.blocks.iter().map(entry(Phase::Live));
-        let uses = live
-            .chain(found.lost.iter().map(entry(Phase::Lost)))
-            .collect();
-        // What lost its slot to a newer record must not come back when that one goes.
-        let forget = |r: &Record| Record {
-            change: Change::Remove,
-            ..*r
-        };
         Volume {
             index,
             name,
             device,
             engine,
             geometry: found.superblock.geometry,
-            state: Mutex::new(State {
-                slots: std::mem::replace(&mut found.slots, Slots::new(0)),
-                uses,
-                holds: HashMap::new(),
-                queue: found.overlapped.iter().map(forget).collect(),
-                committed: 0,
-                free_soon: 0,
-                lost: found.lost.iter().map(|r| u64::from(r.pages)).sum(),
-                writing: BTreeSet::new(),
-                next_write: 0,
-                writing_bytes: 0,
-                failures: 0,
-                bypass_until: None,
-                failed: None,
-                closed: false,
-                hurry: false,
-                stopping: false,
-                stopped: false,
-            }),
+            state: Mutex::new(State::new(found)),
             work: Condvar::new(),
             progress: Condvar::new(),
             counters: Counters::default(),
@@ -308,13 +145,11 @@ impl Volume {
 
     /// The cheapest window to clear: its owned pages and its owners.
     pub fn window(&self, pages: u32) -> Option<(u32, Vec<u32>)> {
-        const TRIES: usize = 8;
         let state = self.state.lock();
         if state.closed || self.is_bypassed(&state) {
             return None;
         }
-        let near_holes = state.slots.window(pages, TRIES, |_| true);
-        let (from, to) = near_holes.or_else(|| anywhere(&state.slots, pages))?;
+        let (from, to) = state.window(pages)?;
         let owned = state.slots.iter(from, to).filter(|run| run.owner != FREE);
         Some(owned.fold((0, Vec::new()), |(cost, mut owners), run| {
             owners.push(run.owner);
@@ -688,21 +523,6 @@ impl Volume {
                 + state.queue.capacity() * size_of::<Record>()) as u64,
         }
     }
-}
-
-/// The first stretch of `pages` pages that may be cleared, where no hole is a place to begin.
-fn anywhere(slots: &Slots, pages: u32) -> Option<(u32, u32)> {
-    const RUNS: usize = 10_000;
-    let mut from = 0;
-    for run in slots.iter(0, slots.total()).take(RUNS) {
-        let end = run.start + run.pages;
-        if run.owner == BUSY || run.owner == LOST {
-            from = end;
-        } else if end - from >= pages {
-            return Some((from, end));
-        }
-    }
-    None
 }
 
 /// See [`Volume::gauges`].

@@ -36,6 +36,7 @@ impl FileDevice {
     pub fn create(path: &Path, bytes: u64) -> Result<Self, Error> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(true);
+        options.mode(0o600); // it holds what users said
         let device = Self::with(path, &options)?;
         allocate(&device.file, bytes).map_err(|e| {
             Error::io(

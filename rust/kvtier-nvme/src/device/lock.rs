@@ -13,7 +13,18 @@ pub const LOCK_FILE: &str = "kvtier.lock";
 /// The lock of a path; dropping it gives the path free.
 #[derive(Debug)]
 pub struct Lock {
-    _file: File,
+    file: File,
+    owner: u32,
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // A child forked meanwhile shares the lock, and closing our descriptor would leave it to
+        // that child; and a child must not end its parent's.
+        if self.owner == std::process::id() {
+            let _ = lock_op(&self.file, libc::F_OFD_SETLK, libc::F_UNLCK); // closing is next anyway
+        }
+    }
 }
 
 impl Lock {
@@ -35,7 +46,7 @@ impl Lock {
         if let Err(e) = note {
             tracing::warn!("cannot write this process's id to {}: {e}", path.display());
         }
-        Ok(Lock { _file: file })
+        Ok(Lock::of(file))
     }
 
     /// Locks a block device itself, through a descriptor of its own.
@@ -46,11 +57,16 @@ impl Lock {
             .open(path)
             .map_err(|e| Error::io(format!("cannot open {} for writing", path.display()), e))?;
         Self::take(&file, path, || None)?;
-        Ok(Lock { _file: file })
+        Ok(Lock::of(file))
+    }
+
+    fn of(file: File) -> Self {
+        let owner = std::process::id();
+        Lock { file, owner }
     }
 
     fn take(file: &File, path: &Path, holder: impl Fn() -> Option<u32>) -> Result<(), Error> {
-        match lock_op(file, libc::F_OFD_SETLK) {
+        match lock_op(file, libc::F_OFD_SETLK, libc::F_WRLCK) {
             Ok(_) => Ok(()),
             Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
                 let pid = holder();
@@ -71,7 +87,7 @@ impl Lock {
 /// The process that holds the lock of a directory, if one does and it is known.
 pub fn holder(dir: &Path) -> Option<u32> {
     let mut file = File::open(dir.join(LOCK_FILE)).ok()?;
-    if lock_op(&file, libc::F_OFD_GETLK).ok()? == libc::F_UNLCK as i16 {
+    if lock_op(&file, libc::F_OFD_GETLK, libc::F_WRLCK).ok()? == libc::F_UNLCK as i16 {
         return None;
     }
     let mut pid = String::new();
@@ -80,10 +96,10 @@ pub fn holder(dir: &Path) -> Option<u32> {
     pid.trim().parse().ok()
 }
 
-/// Sets, or asks for, an exclusive lock over the whole file; returns the type that came back.
-fn lock_op(file: &File, op: libc::c_int) -> io::Result<i16> {
+/// Sets a lock over the whole file, or asks for one; returns the type that came back.
+fn lock_op(file: &File, op: libc::c_int, kind: libc::c_int) -> io::Result<i16> {
     let mut lock = libc::flock {
-        l_type: libc::F_WRLCK as i16,
+        l_type: kind as i16,
         l_whence: libc::SEEK_SET as i16,
         l_start: 0,
         l_len: 0,

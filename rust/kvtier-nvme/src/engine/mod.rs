@@ -4,6 +4,8 @@ mod queue;
 pub mod threads;
 pub mod uring;
 
+pub(crate) use queue::in_callback;
+
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;

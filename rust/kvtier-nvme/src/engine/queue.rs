@@ -1,5 +1,6 @@
 //! What to send to the device next: the order, the bounds and the pace, the same for every engine.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -93,12 +94,23 @@ impl Finished {
     pub(super) fn tell(self) {
         let Finished { op, result } = self;
         let (done, buf) = (op.done, op.buf);
+        let outer = IN_CALLBACK.replace(true);
         // A panic of the owner must not take down the thread that everybody's I/O goes through.
         if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {
             tracing::error!("a completion callback panicked");
         }
+        IN_CALLBACK.set(outer);
         drop(buf);
     }
+}
+
+thread_local! {
+    static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Does this thread run a callback now? It must not wait for others then.
+pub(crate) fn in_callback() -> bool {
+    IN_CALLBACK.get()
 }
 
 impl Queue {
@@ -162,7 +174,8 @@ impl Queue {
 
     /// Might an operation that is added now be sent at once?
     pub(super) fn has_room(&self) -> bool {
-        self.pieces < MAX_PIECES && self.in_flight < self.limit + self.limit / 4
+        let room = self.in_flight == 0 || self.in_flight < self.limit + self.limit / 4;
+        room && self.pieces < MAX_PIECES
     }
 
     /// The next piece to send. Reads go ahead of writes, but leave them a share.

@@ -11,7 +11,7 @@ use crate::buf::Pages;
 use crate::clock::SystemClock;
 use crate::device::file::FileDevice;
 use crate::device::sim::{Fault, Op as SimOp, SimDevice};
-use crate::tests::common::Random;
+use crate::tests::Random;
 
 const PAGE: usize = 4096;
 

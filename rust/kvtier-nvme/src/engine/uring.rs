@@ -48,7 +48,9 @@ struct Inbox {
     asleep: bool,
     /// The thread has ended; did all that was in flight complete?
     ended: Option<bool>,
+    /// Registered memory: the beginning of the ring's table, and how long that is.
     regions: Vec<Region>,
+    most_regions: usize,
     regions_changed: bool,
 }
 
@@ -77,6 +79,7 @@ impl Uring {
                 asleep: false,
                 ended: None,
                 regions: Vec::new(),
+                most_regions: 0,
                 regions_changed: false,
             }),
             wake: eventfd()?,
@@ -122,23 +125,18 @@ impl Engine for Uring {
     fn register(&self, ptr: usize, len: usize) -> Vec<u16> {
         let mut inbox = self.shared.inbox.lock();
         let mut taken = Vec::new();
-        let mut vacant = 0;
         for start in (0..len).step_by(REGION_BYTES) {
-            while inbox
-                .regions
-                .get(vacant)
-                .is_some_and(|r| *r != Region::Vacant)
-            {
-                vacant += 1;
-            }
-            if vacant >= inbox.regions.len() {
-                break;
-            }
-            inbox.regions[vacant] = Region::Wanted {
+            let region = Region::Wanted {
                 ptr: ptr + start,
                 len: REGION_BYTES.min(len - start),
             };
-            taken.push(vacant as u16);
+            let vacant = inbox.regions.iter().position(|r| *r == Region::Vacant);
+            match vacant {
+                Some(index) => inbox.regions[index] = region,
+                None if inbox.regions.len() < inbox.most_regions => inbox.regions.push(region),
+                None => break,
+            }
+            taken.push(vacant.unwrap_or(inbox.regions.len() - 1) as u16);
         }
         inbox.regions_changed = true;
         let asleep = std::mem::take(&mut inbox.asleep);
@@ -231,7 +229,7 @@ impl Ring {
             .register_buffers_sparse(u32::from(REGIONS))
             .is_ok()
         {
-            shared.inbox.lock().regions = vec![Region::Vacant; usize::from(REGIONS)];
+            shared.inbox.lock().most_regions = usize::from(REGIONS);
         }
         let _ = ready.send(Ok(()));
         let mut this = Ring {

@@ -9,7 +9,8 @@ use std::time::Instant;
 
 use kvtier_codec::image::{Id, PAGE, Shape};
 
-use super::common::{Answer, Random, answer, id, is_intact, write_of};
+use super::Random;
+use super::common::{Answer, answer, id, is_intact, write_of};
 use crate::clock::SystemClock;
 use crate::commit::Committer;
 use crate::device::sim::{Fault, Op as SimOp, SimDevice};
@@ -17,8 +18,9 @@ use crate::device::{Device, read_exact, write_all};
 use crate::engine::{Engine, Kind, Op};
 use crate::record::Change;
 use crate::slots::{BUSY, LOST};
+use crate::state::Phase;
 use crate::tier::Slot;
-use crate::volume::{Phase, Volume};
+use crate::volume::Volume;
 use crate::{Pages, recover};
 
 const BYTES: u64 = 1 << 20;

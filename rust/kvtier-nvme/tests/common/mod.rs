@@ -7,20 +7,6 @@ use kvtier_codec::checksum::hash64;
 use kvtier_codec::image::{self, Id, Root, Segment, Shape};
 use kvtier_nvme::{Done, Error, NvmeTier, Pages, Read, Recovered, Slot, Write};
 
-/// A small generator of repeatable numbers.
-pub struct Random(pub u64);
-
-impl Random {
-    /// A number below `bound`.
-    pub fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % bound
-    }
-}
-
 /// The id that is made of `number`.
 pub fn id(number: u64) -> Id {
     let mut id = [0; 32];
