@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kvtier_codec::image::{self, PAGE};
@@ -32,7 +32,7 @@ pub struct CheckReport {
     pub corrupt: u64,
     /// Slots that are never used again.
     pub quarantined: u64,
-    /// Blocks whose parent is not on this path.
+    /// Blocks whose parent is on none of the paths that were checked.
     pub orphaned: u64,
     /// Corrupt blocks that were dropped (only with `repair`).
     pub repaired: u64,
@@ -92,25 +92,49 @@ pub struct Probe {
 
 /// Verifies every block of the path against its root; `repair` drops those that do not match.
 ///
-/// Takes the lock of the path and reads all its data.
+/// Takes the lock of the path and reads all its data. Of a store with several paths use
+/// [`check_all`]: a block's parent may lie on any of them.
 ///
 /// # Errors
 /// As for opening the path; and if a repair cannot be written.
 pub fn check(path: &Path, repair: bool) -> Result<CheckReport, Error> {
-    let (device, lock) = place::open_existing(path)?;
-    let report = check_device(Arc::new(device), &path.display().to_string(), repair);
-    drop(lock);
-    report
+    Ok(check_all(&[path.to_owned()], repair)?.remove(0))
 }
 
-fn check_device(device: Arc<dyn Device>, name: &str, repair: bool) -> Result<CheckReport, Error> {
-    let (superblock, damage) = recover::superblock(&*device, name)?;
-    let mut found = recover::recover(&*device, &superblock);
-    let parents: HashSet<[u8; 16]> = found.blocks.iter().map(|r| record::get(&r.id, 0)).collect();
+/// As [`check`], over all paths of a store; one report for each, in their order.
+///
+/// # Errors
+/// As for [`check`]. Nothing is repaired if one of the paths cannot be opened.
+pub fn check_all(paths: &[PathBuf], repair: bool) -> Result<Vec<CheckReport>, Error> {
+    let mut opened = Vec::new();
+    let mut parents = HashSet::new();
+    for path in paths {
+        let name = path.display().to_string();
+        let (device, lock) = place::open_existing(path)?;
+        let (superblock, damage) = recover::superblock(&device, &name)?;
+        let mut found = recover::recover(&device, &superblock);
+        found.damaged.extend(damage);
+        parents.extend(found.blocks.iter().map(|r| record::get(&r.id, 0)));
+        opened.push((Arc::new(device), lock, name, found));
+    }
+    let reports = opened
+        .into_iter()
+        .map(|(device, _lock, name, found)| check_device(device, &name, found, &parents, repair));
+    reports.collect()
+}
+
+fn check_device(
+    device: Arc<dyn Device>,
+    name: &str,
+    mut found: Found,
+    parents: &HashSet<[u8; 16]>,
+    repair: bool,
+) -> Result<CheckReport, Error> {
+    let superblock = found.superblock;
     let mut report = CheckReport {
         blocks: found.blocks.len() as u64,
         quarantined: found.lost.len() as u64,
-        damaged: damage.into_iter().chain(found.damaged.drain(..)).collect(),
+        damaged: std::mem::take(&mut found.damaged),
         ..CheckReport::default()
     };
     let mut corrupt = Vec::new();
@@ -169,6 +193,10 @@ fn drop_blocks(
         emulate_gbs: None,
         clock: Arc::new(SystemClock),
     };
+    device
+        .sync()
+        .and_then(|()| recover::prepare(&**device, &found))
+        .map_err(|e| Error::io(format!("cannot write the metadata of {name}"), e))?;
     let engine = engine::start(EngineKind::Threads, device.clone(), &limits)?;
     let clock = limits.clock;
     let volume = Volume::new(

@@ -6,7 +6,7 @@ use kvtier_codec::image::PAGE;
 
 use crate::buf::Pages;
 use crate::device::{Device, write_all};
-use crate::journal::{self, CHUNK, Journal, read_lossy};
+use crate::journal::{self, CHUNK, Journal, read_pages};
 use crate::record::{PER_BLOCK, Place, Record, Series, decode_block, encode_block};
 use crate::superblock::Superblock;
 
@@ -22,11 +22,15 @@ pub struct Checkpoint {
     written: u64,
     /// Records that are not written yet.
     records: Vec<Record>,
+    /// Blocks of the old checkpoint that were damaged when the path was opened.
+    holes: Vec<u64>,
+    /// Blocks that were whole then, or were written since, and are damaged now.
+    pub damaged: u64,
 }
 
 impl Checkpoint {
     /// Starts a checkpoint of all that is in `journal` now.
-    pub fn start(old: &Superblock, journal: &Journal, generation: u64) -> Self {
+    pub fn start(old: &Superblock, journal: &Journal, generation: u64, holes: &[u64]) -> Self {
         let (sequence, chain) = journal.position();
         Checkpoint {
             old: *old,
@@ -42,6 +46,8 @@ impl Checkpoint {
             sequence: old.sequence,
             written: 0,
             records: Vec::new(),
+            holes: holes.to_vec(),
+            damaged: 0,
         }
     }
 
@@ -49,6 +55,10 @@ impl Checkpoint {
     ///
     /// `retain` drops the records of what is gone. It may already know of changes later than the
     /// checkpoint's place in the journal: recovery replays those over it and finds them done.
+    ///
+    /// # Errors
+    /// Also if a block cannot be read that could be: what it says would be lost, and may come back
+    /// with the device.
     pub fn step(
         &mut self,
         device: &dyn Device,
@@ -58,21 +68,30 @@ impl Checkpoint {
         let old_blocks = self.old.records.div_ceil(PER_BLOCK as u64);
         if self.read < old_blocks {
             let to = (self.read + CHUNK).min(old_blocks);
-            for (sequence, block) in read(device, &self.old, self.read, to) {
+            let known = |sequence| self.holes.contains(&sequence);
+            for (sequence, block) in read(device, &self.old, self.read, to, known)? {
                 match block {
                     Some(records) => found.extend(records),
-                    None => tracing::warn!("checkpoint block {sequence} is damaged"),
+                    None if self.holes.contains(&sequence) => {}
+                    None => {
+                        tracing::warn!(
+                            "checkpoint block {sequence} is damaged: its records are lost"
+                        );
+                        self.damaged += 1;
+                    }
                 }
             }
             self.read = to;
         } else if self.sequence < self.new.sequence {
-            self.sequence = journal::reread(
+            let damaged;
+            (self.sequence, damaged) = journal::reread(
                 device,
                 &self.old,
                 self.sequence,
                 self.new.sequence,
                 &mut found,
-            );
+            )?;
+            self.damaged += damaged;
         }
         retain(&mut found);
         self.records.append(&mut found);
@@ -84,8 +103,11 @@ impl Checkpoint {
             return Ok(None);
         }
         device.sync()?; // the checkpoint is durable before a superblock names it
-        write_superblock(device, &self.new)?;
+        write_superblock(device, &self.new, self.new.home())?;
         device.sync()?; // and the superblock before the journal is overwritten
+        // From here on the old epoch is of no use. The next barrier makes this durable, and one
+        // comes before anything else is written to this copy.
+        write_superblock(device, &self.new, 1 - self.new.home())?;
         Ok(Some(self.new))
     }
 
@@ -94,8 +116,7 @@ impl Checkpoint {
         if blocks == 0 {
             return Ok(());
         }
-        let area = self.new.geometry.checkpoint;
-        if self.written + blocks as u64 > area {
+        if self.new.records + count as u64 > self.new.geometry.max_blocks {
             return Err(io::Error::other(
                 "more records than the checkpoint area holds",
             ));
@@ -117,31 +138,34 @@ impl Checkpoint {
     }
 }
 
-/// The blocks `from..to` of the checkpoint that `superblock` names; `None` for a damaged one.
+/// The blocks `from..to` of the checkpoint that `superblock` names; `None` for a damaged one. One
+/// that cannot be read is an error unless `tolerated`.
 pub fn read(
     device: &dyn Device,
     superblock: &Superblock,
     from: u64,
     to: u64,
-) -> Vec<(u64, Option<Vec<Record>>)> {
+    tolerated: impl Fn(u64) -> bool,
+) -> io::Result<Vec<(u64, Option<Vec<Record>>)>> {
     let geometry = &superblock.geometry;
     let mut buf = Pages::new((to - from) as usize);
     let at = geometry.checkpoint_at(superblock.epoch) + from * PAGE as u64;
-    read_lossy(device, &mut buf, at);
-    buf.chunks_exact(PAGE)
+    read_pages(device, &mut buf, at, |page| tolerated(from + page))?;
+    Ok(buf
+        .chunks_exact(PAGE)
         .zip(from..to)
         .map(|(block, sequence)| {
             let found = decode_block(block, &place(superblock, sequence), geometry.data);
             (sequence, found.map(|(records, _)| records))
         })
-        .collect()
+        .collect())
 }
 
-/// Writes a superblock over its copy.
-pub fn write_superblock(device: &dyn Device, superblock: &Superblock) -> io::Result<()> {
+/// Writes a superblock over one of the two copies.
+pub fn write_superblock(device: &dyn Device, superblock: &Superblock, copy: u64) -> io::Result<()> {
     let mut page = Pages::new(1);
     superblock.encode(&mut page);
-    write_all(device, &page, superblock.at())
+    write_all(device, &page, copy * PAGE as u64)
 }
 
 /// Blocks of a checkpoint stand alone, so that one damaged block costs its own records only.

@@ -6,7 +6,9 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::checkpoint::Checkpoint;
@@ -29,6 +31,37 @@ pub struct Committer {
     covered: u64,
     /// No slot was given out with this generation or a higher one.
     generation: Box<dyn Fn() -> u64 + Send>,
+    /// Blocks of the checkpoint that were damaged at open.
+    holes: Vec<u64>,
+}
+
+/// Starts a thread for each committer. If one cannot start, none of those behind it counts as
+/// running.
+pub fn start(
+    committers: Vec<Committer>,
+    spawn: impl Fn(Committer) -> io::Result<JoinHandle<()>>,
+) -> io::Result<()> {
+    let mut result = Ok(());
+    for committer in committers {
+        let volume = committer.volume.clone();
+        match result.and_then(|()| spawn(committer)) {
+            Ok(thread) => {
+                *volume.committer.lock() = Some(thread);
+                result = Ok(());
+            }
+            Err(e) => {
+                volume.state.lock().stopped = true;
+                result = Err(e);
+            }
+        }
+    }
+    result
+}
+
+/// Starts the thread of a committer.
+pub fn spawn(committer: Committer) -> io::Result<JoinHandle<()>> {
+    let thread = thread::Builder::new().name("kvtier-commit".into());
+    thread.spawn(move || committer.run())
 }
 
 impl Committer {
@@ -45,6 +78,7 @@ impl Committer {
             checkpoint: None,
             covered: 0,
             generation: Box::new(generation),
+            holes: found.holes.clone(),
         }
     }
 
@@ -67,9 +101,12 @@ impl Committer {
             if end {
                 break;
             }
-            if let Err(e) = self.turn() {
-                self.volume
-                    .fail(format!("its metadata cannot be written ({e})"));
+            // A panic must not leave others waiting for a thread that is gone.
+            let turn = catch_unwind(AssertUnwindSafe(|| self.turn()))
+                .unwrap_or_else(|_| Err(io::Error::other("a panic")));
+            if let Err(e) = turn {
+                let why = format!("its metadata cannot be read and written ({e})");
+                self.volume.fail(why);
                 break;
             }
         }
@@ -142,17 +179,21 @@ impl Committer {
     /// One step of the checkpoint; starts one if none is going.
     fn step(&mut self) -> io::Result<()> {
         let checkpoint = self.checkpoint.get_or_insert_with(|| {
-            Checkpoint::start(&self.superblock, &self.journal, (self.generation)())
+            let generation = (self.generation)();
+            Checkpoint::start(&self.superblock, &self.journal, generation, &self.holes)
         });
         let volume = &self.volume;
+        let known = checkpoint.damaged;
         let complete = checkpoint.step(&*volume.device, |records| {
             let state = volume.state.lock();
             records.retain(|record| state.is_current(record));
         })?;
+        count(&volume.counters.damaged, checkpoint.damaged - known);
         if let Some(superblock) = complete {
             self.superblock = superblock;
             self.journal.release(superblock.sequence);
             self.checkpoint = None;
+            self.holes.clear();
             count(&volume.counters.checkpoints, 1);
         }
         Ok(())

@@ -63,6 +63,32 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
+
+    /// Is it the device that is missing or broken, so that others can stand in for it? What an
+    /// operator has to put right (permissions, sizes, a path in use, a foreign file) is not that.
+    pub(crate) fn is_device_failure(&self) -> bool {
+        let errno = self.source.as_ref().and_then(io::Error::raw_os_error);
+        self.kind == ErrorKind::Deadline
+            || matches!(
+                errno,
+                Some(
+                    libc::EIO
+                        | libc::ENXIO
+                        | libc::ENODEV
+                        | libc::ENOENT
+                        | libc::ENOTDIR
+                        | libc::EROFS
+                        | libc::ENOMEDIUM
+                        | libc::EREMOTEIO
+                        | libc::EBADMSG
+                        | libc::EUCLEAN
+                        | libc::ESHUTDOWN
+                        | libc::ENOTCONN
+                        | libc::ESTALE
+                        | libc::ETIMEDOUT
+                )
+            )
+    }
 }
 
 impl fmt::Display for Error {

@@ -85,6 +85,25 @@ impl Journal {
         Ok(count)
     }
 
+    /// Puts zeros behind the last block, where another life may have left blocks or parts of them. One
+    /// that a crash tore would otherwise be whole again once this life has written the missing part,
+    /// and another crash kept only that of it.
+    ///
+    /// That reaches as far as damage is looked for, so that it is reported once.
+    pub fn wipe_ahead(&self, device: &dyn Device) -> io::Result<()> {
+        let mut page = Pages::new(1);
+        let mut wiped = false;
+        for sequence in self.next..self.next + (2 * self.group()).min(self.room()) {
+            let at = self.geometry.journal_at(sequence);
+            if read_exact(device, &mut page, at).is_err() || page.iter().any(|&b| b != 0) {
+                page.fill(0);
+                write_all(device, &page, at)?;
+                wiped = true;
+            }
+        }
+        if wiped { device.sync() } else { Ok(()) }
+    }
+
     /// Gives the blocks before `sequence` free, once a checkpoint stands for them.
     pub fn release(&mut self, sequence: u64) {
         self.head = self.head.max(sequence);
@@ -101,12 +120,15 @@ impl Journal {
 }
 
 /// Reads the journal from where `superblock` says up to its end: the first block that is not
-/// exactly what must stand there.
+/// exactly what must stand there. Also says whether that is no end but damage in the middle.
+///
+/// What follows damage is not applied: nothing proves that it continues what came before, and is not
+/// the leftover of another life.
 pub fn replay(
     device: &dyn Device,
     superblock: &Superblock,
     mut each: impl FnMut(Record),
-) -> Journal {
+) -> (Journal, bool) {
     let mut journal = Journal::at(superblock);
     let geometry = &superblock.geometry;
     let mut buf = Pages::new(CHUNK as usize);
@@ -120,43 +142,66 @@ pub fn replay(
         for block in buf[..count as usize * PAGE].chunks_exact(PAGE) {
             let place = journal.place(journal.next, journal.chain);
             let Some((records, chain)) = decode_block(block, &place, geometry.data) else {
-                return journal;
+                let broken = goes_on(device, superblock, &journal);
+                return (journal, broken);
             };
             records.into_iter().for_each(&mut each);
             (journal.next, journal.chain) = (journal.next + 1, chain);
         }
     }
-    journal
+    (journal, false)
+}
+
+/// Are there blocks behind the end that can only have been written after a barrier behind it? A
+/// crash leaves at most one group there.
+fn goes_on(device: &dyn Device, superblock: &Superblock, journal: &Journal) -> bool {
+    let geometry = &superblock.geometry;
+    let group = journal.group();
+    let mut page = Pages::new(1);
+    (group..(2 * group).min(journal.room())).any(|ahead| {
+        let sequence = journal.next + ahead;
+        read_lossy(device, &mut page, geometry.journal_at(sequence));
+        decode_block(&page, &alone(superblock, sequence, &page), geometry.data).is_some()
+    })
+}
+
+/// The place of a journal block, whatever came before it.
+fn alone(superblock: &Superblock, sequence: u64, block: &[u8]) -> Place {
+    Place {
+        uuid: superblock.uuid,
+        series: Series::Journal,
+        sequence,
+        chain: get_u64(block, 48),
+    }
 }
 
 /// Reads at most [`CHUNK`] blocks that this process has written or replayed, from `sequence` up to
-/// `end`; returns the records of the intact ones and the sequence after them.
+/// `end`: the records of the intact ones. Returns the sequence after them and how many are damaged.
 pub fn reread(
     device: &dyn Device,
     superblock: &Superblock,
     sequence: u64,
     end: u64,
     records: &mut Vec<Record>,
-) -> u64 {
+) -> io::Result<(u64, u64)> {
     let geometry = &superblock.geometry;
     let count = run_length(geometry, sequence, end - sequence);
     let mut buf = Pages::new(count as usize);
-    read_lossy(device, &mut buf, geometry.journal_at(sequence));
+    read_pages(device, &mut buf, geometry.journal_at(sequence), |_| false)?;
+    let mut damaged = 0;
     for (block, sequence) in buf.chunks_exact(PAGE).zip(sequence..) {
         // The chain was proved at replay or made by this process; a damaged block must not hide
         // those behind it.
-        let place = Place {
-            uuid: superblock.uuid,
-            series: Series::Journal,
-            sequence,
-            chain: get_u64(block, 48),
-        };
+        let place = alone(superblock, sequence, block);
         match decode_block(block, &place, geometry.data) {
             Some((found, _)) => records.extend(found),
-            None => tracing::warn!("journal block {sequence} is damaged: its records are lost"),
+            None => {
+                tracing::warn!("journal block {sequence} is damaged: its records are lost");
+                damaged += 1;
+            }
         }
     }
-    sequence + count
+    Ok((sequence + count, damaged))
 }
 
 /// Blocks from `sequence` on that lie side by side, at most [`CHUNK`] and `most`.
@@ -166,17 +211,31 @@ fn run_length(geometry: &Geometry, sequence: u64, most: u64) -> u64 {
 }
 
 /// Reads whole pages; one that cannot be read is all zeros, which no block is.
-pub fn read_lossy(device: &dyn Device, buf: &mut [u8], offset: u64) {
+fn read_lossy(device: &dyn Device, buf: &mut [u8], offset: u64) {
+    let _ = read_pages(device, buf, offset, |_| true); // tolerating all, it cannot fail
+}
+
+/// Reads whole pages. One that cannot be read, at the second try either, is all zeros if `tolerated`.
+pub fn read_pages(
+    device: &dyn Device,
+    buf: &mut [u8],
+    offset: u64,
+    tolerated: impl Fn(u64) -> bool,
+) -> io::Result<()> {
     if read_exact(device, buf, offset).is_ok() {
-        return;
+        return Ok(());
     }
-    for (i, page) in buf.chunks_exact_mut(PAGE).enumerate() {
-        let at = offset + (i * PAGE) as u64;
+    for (page, i) in buf.chunks_exact_mut(PAGE).zip(0..) {
+        let at = offset + i * PAGE as u64;
         if let Err(e) = read_exact(device, page, at) {
+            if !tolerated(i) {
+                return Err(e);
+            }
             tracing::warn!("cannot read the metadata at byte {at}: {e}");
             page.fill(0);
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -204,7 +263,8 @@ mod tests {
 
     fn replayed(device: &SimDevice, superblock: &Superblock) -> (Vec<Record>, Journal) {
         let mut found = Vec::new();
-        let journal = replay(device, superblock, |r| found.push(r));
+        let (journal, broken) = replay(device, superblock, |r| found.push(r));
+        assert!(!broken || journal.len() > 0);
         (found, journal)
     }
 
@@ -221,7 +281,9 @@ mod tests {
         let (end, _) = journal.position();
         let mut at = superblock.sequence;
         while at < end {
-            at = reread(&device, &superblock, at, end, &mut again);
+            let damaged;
+            (at, damaged) = reread(&device, &superblock, at, end, &mut again).unwrap();
+            assert_eq!(damaged, 0);
         }
         assert_eq!(again, records);
     }
@@ -241,6 +303,29 @@ mod tests {
         shorter.append(&device, &records[..1]).unwrap();
         let (found, _) = replayed(&device, &superblock);
         assert_eq!(found.len(), PER_BLOCK + 1);
+    }
+
+    #[test]
+    fn damage_in_the_middle_is_told_from_the_end() {
+        let (device, superblock, records) = setup();
+        let mut journal = Journal::at(&superblock);
+        for record in &records[..10] {
+            journal
+                .append(&device, std::slice::from_ref(record))
+                .unwrap();
+        }
+        assert_eq!(journal.group(), 2);
+        for damaged in 0..10 {
+            let device = SimDevice::from_image(device.image(), 1);
+            let at = superblock
+                .geometry
+                .journal_at(superblock.sequence + damaged);
+            device.rot(at + 200, 1);
+            let (shorter, broken) = replay(&device, &superblock, |_| {});
+            assert_eq!(shorter.len(), damaged);
+            // Two blocks behind the end can be what a crash left of a group.
+            assert_eq!(broken, damaged < 8, "{damaged}");
+        }
     }
 
     #[test]

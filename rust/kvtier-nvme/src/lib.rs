@@ -9,7 +9,10 @@ mod commit;
 pub mod device;
 pub mod engine;
 mod error;
+#[cfg(any(test, feature = "fuzz"))]
+pub mod fuzzing;
 mod journal;
+mod open;
 mod place;
 mod record;
 mod recover;
@@ -20,7 +23,7 @@ mod tier;
 mod volume;
 
 pub use buf::{IoBuf, Pages};
-pub use check::{CheckReport, Inspection, Probe, check, inspect, probe};
+pub use check::{CheckReport, Inspection, Probe, check, check_all, inspect, probe};
 pub use clock::{Clock, SystemClock};
 pub use device::Device;
 pub use engine::EngineKind;

@@ -1,6 +1,7 @@
 //! What is at a path: a directory with our file in it, or a block device.
 
 use std::fs::{self, File};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -22,29 +23,51 @@ pub fn open(path: &Path, share: u64) -> Result<(Arc<dyn Device>, Lock), Error> {
     if is_block_device(path) {
         let lock = Lock::device(path)?;
         let device = FileDevice::open(path, true)?;
+        if device.is_empty() {
+            let gone = io::Error::from_raw_os_error(libc::ENOMEDIUM);
+            return Err(Error::io(format!("{name} has no bytes"), gone));
+        }
         if recover::is_blank(&device, &name)? {
             recover::format(&device, share, &name)?;
         }
         return Ok((Arc::new(device), lock));
     }
-    fs::create_dir_all(path)
-        .map_err(|e| Error::io(format!("cannot make the directory {name}"), e))?;
-    let lock = Lock::directory(path)?;
+    let make = || -> io::Result<()> {
+        if !path.exists() && path.starts_with("/dev") && !path.starts_with("/dev/shm") {
+            // A device that is gone, not a directory to make: that would fill the memory.
+            return Err(io::Error::from_raw_os_error(libc::ENODEV));
+        }
+        fs::create_dir_all(path)
+    };
+    make().map_err(|e| Error::io(format!("cannot make the directory {name}"), e))?;
+    let mut lock = Lock::directory(path)?;
     let file = path.join(DATA_FILE);
-    if fs::metadata(&file).map_or(true, |m| m.len() == 0) {
+    let blank = match fs::metadata(&file) {
+        Ok(found) => found.len() == 0,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => true,
+        Err(e) => return Err(Error::io(format!("cannot open {}", file.display()), e)),
+    };
+    if blank {
         create(path, &file, share, &name)?;
     }
+    lock.extend(&file)?;
     Ok((Arc::new(FileDevice::open(&file, true)?), lock))
 }
 
 /// Locks `path` and opens the store that must be there.
 pub fn open_existing(path: &Path) -> Result<(FileDevice, Lock), Error> {
-    let lock = if is_block_device(path) {
-        Lock::device(path)?
-    } else {
-        Lock::directory(path)?
-    };
-    Ok((FileDevice::open(&data_path(path), true)?, lock))
+    if is_block_device(path) {
+        let lock = Lock::device(path)?;
+        return Ok((FileDevice::open(path, true)?, lock));
+    }
+    let data = data_path(path);
+    if let Err(e) = fs::metadata(&data) {
+        // Before a lock file is made where no store is.
+        return Err(Error::io(format!("cannot open {}", data.display()), e));
+    }
+    let mut lock = Lock::directory(path)?;
+    lock.extend(&data)?;
+    Ok((FileDevice::open(&data, true)?, lock))
 }
 
 /// The file or device that holds the bytes of `path`.
@@ -75,8 +98,11 @@ pub fn recover(device: &dyn Device, name: &str, share: u64) -> Result<Found, Err
     device
         .sync()
         .map_err(|e| Error::io(format!("cannot sync {name}"), e))?;
-    let found = recover::recover(device, &superblock);
-    for line in damage.iter().chain(&found.damaged) {
+    let mut found = recover::recover(device, &superblock);
+    recover::prepare(device, &found)
+        .map_err(|e| Error::io(format!("cannot write the metadata of {name}"), e))?;
+    found.damaged.extend(damage);
+    for line in &found.damaged {
         tracing::warn!("{name}: {line}");
     }
     Ok(found)

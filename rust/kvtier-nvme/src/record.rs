@@ -3,6 +3,8 @@
 use kvtier_codec::checksum::hash64;
 use kvtier_codec::image::{Id, PAGE, Root, Shape};
 
+use crate::superblock::MAX_COUNT;
+
 /// Bytes of a record, and of a block's header.
 pub const RECORD: usize = 128;
 
@@ -141,6 +143,7 @@ impl Record {
             id: get(bytes, 16),
         };
         let inside = pages > 0
+            && record.generation < MAX_COUNT
             && record
                 .start
                 .checked_add(pages)
@@ -240,7 +243,7 @@ pub(crate) mod tests {
             -1e9f32..1e9,
             any::<[u8; 16]>(),
         );
-        (0u8..3, entry, any::<[u8; 32]>(), any::<u64>(), any::<u32>()).prop_map(
+        (0u8..3, entry, any::<[u8; 32]>(), 0..MAX_COUNT, any::<u32>()).prop_map(
             move |(kind, e, id, generation, at)| {
                 let shape = Shape::new(e.2, e.3.min(e.2)).unwrap();
                 Record {

@@ -1,6 +1,7 @@
 //! Recovery: from what is on a device to what its data area holds. Reads metadata only.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::io;
 
 use kvtier_codec::image::PAGE;
 
@@ -31,10 +32,17 @@ pub struct Found {
     pub generation: u64,
     /// One line for each damage met.
     pub damaged: Vec<String>,
+    /// Blocks of the checkpoint that are damaged.
+    pub holes: Vec<u64>,
 }
 
 /// Writes the metadata of an empty store over the first `bytes` of `device`.
 pub fn format(device: &dyn Device, bytes: u64, name: &str) -> Result<(), Error> {
+    format_as(device, bytes, name, new_uuid())
+}
+
+/// As [`format`], with a given identity.
+pub fn format_as(device: &dyn Device, bytes: u64, name: &str, uuid: [u8; 16]) -> Result<(), Error> {
     let geometry = Geometry::new(bytes)?;
     if device.len() < bytes {
         return Err(Error::new(
@@ -42,10 +50,9 @@ pub fn format(device: &dyn Device, bytes: u64, name: &str) -> Result<(), Error> 
             format!("{name} has {} bytes: {bytes} do not fit", device.len()),
         ));
     }
-    let uuid = new_uuid();
     for epoch in 0..2 {
         let superblock = Superblock::fresh(uuid, geometry, epoch);
-        write_superblock(device, &superblock)
+        write_superblock(device, &superblock, superblock.home())
             .and_then(|()| device.sync())
             .map_err(|e| Error::io(format!("cannot format {name}"), e))?;
     }
@@ -55,9 +62,22 @@ pub fn format(device: &dyn Device, bytes: u64, name: &str) -> Result<(), Error> 
 /// Has nobody ever written to the start of `device`?
 pub fn is_blank(device: &dyn Device, name: &str) -> Result<bool, Error> {
     let mut start = Pages::new((MIN_BYTES.min(device.len()) as usize / PAGE).max(1));
-    read_exact(device, &mut start, 0)
-        .map_err(|e| Error::io(format!("cannot read the start of {name}"), e))?;
-    Ok(start.iter().all(|&b| b == 0))
+    let mut unread = read_exact(device, &mut start, 0).err();
+    if unread.is_some() {
+        // One damaged page does not hide a store.
+        start.fill(0);
+        for (page, at) in start.chunks_exact_mut(PAGE).zip((0..).step_by(PAGE)) {
+            if let Err(e) = read_exact(device, page, at) {
+                page.fill(0);
+                unread = Some(e);
+            }
+        }
+    }
+    let blank = start.iter().all(|&b| b == 0);
+    match unread {
+        Some(e) if blank => Err(Error::io(format!("cannot read the start of {name}"), e)),
+        _ => Ok(blank),
+    }
 }
 
 /// The superblock in force, and what is wrong with the other copy.
@@ -68,9 +88,7 @@ pub fn superblock(device: &dyn Device, name: &str) -> Result<(Superblock, Option
         let mut page = Pages::new(1);
         copies.push(match read_exact(device, &mut page, copy * PAGE as u64) {
             Ok(()) => Superblock::decode(&page).and_then(|s| {
-                let in_place =
-                    s.epoch % 2 == copy && s.geometry.total * PAGE as u64 <= device.len();
-                if in_place {
+                if s.geometry.total * PAGE as u64 <= device.len() {
                     Ok(s)
                 } else {
                     Err(Refusal::Invalid)
@@ -119,6 +137,27 @@ pub fn superblock(device: &dyn Device, name: &str) -> Result<(Superblock, Option
     }
 }
 
+/// Makes a device ready for another life that writes to it. What was found must be durable.
+pub fn prepare(device: &dyn Device, found: &Found) -> io::Result<()> {
+    mirror(device, &found.superblock)?;
+    found.journal.wipe_ahead(device)
+}
+
+/// Writes the superblock in force over whichever copy does not hold it: the next epoch is written over
+/// one of them.
+fn mirror(device: &dyn Device, superblock: &Superblock) -> io::Result<()> {
+    let mut wanted = Pages::new(1);
+    superblock.encode(&mut wanted);
+    for copy in [superblock.home(), 1 - superblock.home()] {
+        let mut page = Pages::new(1);
+        if read_exact(device, &mut page, copy * PAGE as u64).is_err() || page[..] != wanted[..] {
+            write_superblock(device, superblock, copy)?;
+            device.sync()?;
+        }
+    }
+    Ok(())
+}
+
 fn words(copy: &Result<Superblock, Refusal>) -> String {
     copy.as_ref()
         .err()
@@ -127,7 +166,7 @@ fn words(copy: &Result<Superblock, Refusal>) -> String {
 
 /// Reads checkpoint and journal.
 pub fn recover(device: &dyn Device, superblock: &Superblock) -> Found {
-    let mut damaged = Vec::new();
+    let (mut damaged, mut holes) = (Vec::new(), Vec::new());
     let mut state = Replay {
         generation: superblock.generation,
         ..Replay::default()
@@ -135,14 +174,24 @@ pub fn recover(device: &dyn Device, superblock: &Superblock) -> Found {
     let blocks = superblock.records.div_ceil(PER_BLOCK as u64);
     for from in (0..blocks).step_by(CHUNK as usize) {
         let to = (from + CHUNK).min(blocks);
-        for (sequence, block) in checkpoint::read(device, superblock, from, to) {
+        let chunk = checkpoint::read(device, superblock, from, to, |_| true);
+        for (sequence, block) in chunk.into_iter().flatten() {
             match block {
                 Some(records) => records.into_iter().for_each(|r| state.apply(r)),
-                None => damaged.push(format!("checkpoint block {sequence} is damaged")),
+                None => {
+                    damaged.push(format!("checkpoint block {sequence} is damaged"));
+                    holes.push(sequence);
+                }
             }
         }
     }
-    let journal = journal::replay(device, superblock, |r| state.apply(r));
+    let (journal, broken) = journal::replay(device, superblock, |r| state.apply(r));
+    if broken {
+        let (end, _) = journal.position();
+        damaged.push(format!(
+            "journal block {end} is damaged: what was recorded from there on is lost"
+        ));
+    }
     let (blocks, overlapped, slots) = state.settle(superblock.geometry.data);
     for record in &overlapped {
         damaged.push(format!(
@@ -159,8 +208,12 @@ pub fn recover(device: &dyn Device, superblock: &Superblock) -> Found {
         slots,
         generation: state.generation,
         damaged,
+        holes,
     }
 }
+
+/// Stands for the number of a block in a claim of pages that are never used again.
+const LOST_CLAIM: usize = usize::MAX;
 
 /// The changes so far.
 #[derive(Default)]
@@ -170,6 +223,8 @@ struct Replay {
     /// Their places in `blocks`, by generation.
     places: HashMap<u64, usize>,
     lost: Vec<Record>,
+    /// Their generations.
+    known_lost: HashSet<u64>,
     generation: u64,
 }
 
@@ -177,7 +232,10 @@ impl Replay {
     fn apply(&mut self, record: Record) {
         self.generation = self.generation.max(record.generation.saturating_add(1));
         if let Change::Add(_) = record.change {
-            self.places.insert(record.generation, self.blocks.len());
+            // A generation is given out once: of two records with one, the later counts.
+            if let Some(old) = self.places.insert(record.generation, self.blocks.len()) {
+                self.blocks[old] = None;
+            }
             self.blocks.push(Some(record));
             return;
         }
@@ -188,8 +246,7 @@ impl Replay {
             self.places.remove(&record.generation);
         }
         // A checkpoint that ran while the slot was quarantined holds this record already.
-        let known = |lost: &[Record]| lost.iter().any(|l| l.generation == record.generation);
-        if record.change == Change::Quarantine && !known(&self.lost) {
+        if record.change == Change::Quarantine && self.known_lost.insert(record.generation) {
             self.lost.push(record);
         }
     }
@@ -204,7 +261,7 @@ impl Replay {
         let lost = self
             .lost
             .iter()
-            .map(|r| (r.start, r.pages, u64::MAX, usize::MAX));
+            .map(|r| (r.start, r.pages, u64::MAX, LOST_CLAIM));
         let mut claims: Vec<(u32, u32, u64, usize)> = blocks
             .iter()
             .enumerate()
@@ -216,6 +273,13 @@ impl Replay {
         let mut losers = Vec::new();
         for claim in claims {
             match kept.last_mut() {
+                Some(last)
+                    if last.3 == LOST_CLAIM
+                        && claim.3 == LOST_CLAIM
+                        && last.0 + last.1 > claim.0 =>
+                {
+                    last.1 = last.1.max(claim.0 + claim.1 - last.0);
+                }
                 Some(last) if last.0 + last.1 > claim.0 => {
                     let loser = if claim.2 > last.2 {
                         std::mem::replace(last, claim)
@@ -229,11 +293,10 @@ impl Replay {
         }
         let mut slots = Slots::new(data);
         for (start, pages, _, i) in kept {
-            let owner = if i == usize::MAX { LOST } else { BUSY };
+            let owner = if i == LOST_CLAIM { LOST } else { BUSY };
             let free = slots.alloc_at(start, pages, owner);
             debug_assert!(free, "claims were made disjoint");
         }
-        losers.retain(|&i| i != usize::MAX);
         losers.sort_unstable();
         let overlapped = losers.iter().map(|&i| blocks[i]).collect();
         let mut index = 0;

@@ -163,7 +163,7 @@ impl Slots {
         tries: usize,
         mut movable: impl FnMut(Run) -> bool,
     ) -> Option<(u32, u32)> {
-        let mut best: Option<(u32, (u32, u32))> = None;
+        let mut best: Option<((u32, u32), (u32, u32))> = None;
         for &(_, hole) in self.holes.iter().rev().take(tries) {
             for (cost, from, to) in [
                 self.grow(hole, pages, true, &mut movable),
@@ -172,8 +172,9 @@ impl Slots {
             .into_iter()
             .flatten()
             {
-                if best.is_none_or(|(least, _)| cost < least) {
-                    best = Some((cost, (from, to)));
+                // Of equal ones the lowest: its hole moves up, and merges with the next.
+                if best.is_none_or(|(least, _)| (cost, hole) < least) {
+                    best = Some(((cost, hole), (from, to)));
                 }
             }
         }
@@ -285,6 +286,28 @@ mod tests {
                 .is_some_and(|(a, b)| !(a <= 8 && b >= 12))
         );
         assert_eq!(slots.window(12, 8, |_| false), None);
+    }
+
+    /// A full range of equal runs with two holes, each too small: as runs are cleared and taken
+    /// again, the holes must meet.
+    #[test]
+    fn holes_that_are_too_small_meet_in_the_end() {
+        for (low, high) in [(3, 6), (6, 3), (5, 5)] {
+            let mut slots = Slots::new(60 + low + high);
+            let at = |slots: &mut Slots, at| assert!(slots.alloc_at(at, 10, 1));
+            (0..2).for_each(|i| at(&mut slots, i * 10));
+            (2..6).for_each(|i| at(&mut slots, i * 10 + low));
+            let mut turns = 0;
+            while slots.largest_hole() < low + high {
+                let (from, to) = slots.window(10, 8, |_| true).unwrap();
+                let runs: Vec<Run> = slots.iter(from, to).filter(|r| r.owner != FREE).collect();
+                assert_eq!(runs.len(), 1);
+                slots.free(runs[0].start);
+                slots.alloc(10, 1).unwrap();
+                turns += 1;
+                assert!(turns <= 6, "{low} and {high} never meet");
+            }
+        }
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! The superblock: who wrote the path, how it is divided, and where recovery starts.
 //!
-//! There are two. Epoch `e` is written over copy `e % 2` and names checkpoint area `e % 2`, so the
-//! copy in force, and what it names, are never written to.
+//! There are two copies. Epoch `e` is first written over copy `e % 2` and names checkpoint area
+//! `e % 2`, so the epoch in force, and what it names, are never written to; once it is durable it
+//! is written over the other copy too, so damage to one copy costs nothing.
 
 use std::fmt;
 
@@ -19,6 +20,9 @@ pub const MIN_BYTES: u64 = 1 << 20;
 /// Data bytes per block that the metadata is sized for.
 const BYTES_PER_BLOCK: u64 = 16 << 10;
 const MIN_JOURNAL: u64 = 16;
+
+/// Epochs, sequences and generations stay below this, so that counting on never overflows.
+pub(crate) const MAX_COUNT: u64 = 1 << 62;
 
 const MAGIC: [u8; 8] = *b"KVTIERNV";
 /// All fields and the CRC lie in one 512-byte sector, which a device writes whole or not at all.
@@ -136,9 +140,9 @@ impl Superblock {
         }
     }
 
-    /// Where this epoch's copy lies.
-    pub fn at(&self) -> u64 {
-        self.epoch % 2 * PAGE as u64
+    /// The copy that this epoch is written to first.
+    pub fn home(&self) -> u64 {
+        self.epoch % 2
     }
 
     /// Writes the stored form over the 4 KiB `page`.
@@ -198,14 +202,13 @@ impl Superblock {
         let mut again = vec![0; PAGE];
         superblock.encode(&mut again);
         let g = &superblock.geometry;
-        // Sums of what fits into the path cannot overflow once each part is known to fit.
         let sound = again == page
-            && [g.checkpoint, g.journal]
-                .iter()
-                .all(|&p| p > 0 && p <= g.total)
             && g.total < 1 << 40
-            && 2 + 2 * g.checkpoint + g.journal + u64::from(g.data) <= g.total
-            && superblock.records.div_ceil(crate::record::PER_BLOCK as u64) <= g.checkpoint;
+            && Geometry::new(g.total * PAGE as u64).is_ok_and(|sound| sound == *g)
+            && superblock.records <= g.max_blocks
+            && [superblock.epoch, superblock.sequence, superblock.generation]
+                .iter()
+                .all(|&count| count < MAX_COUNT);
         if sound {
             Ok(superblock)
         } else {
@@ -239,6 +242,54 @@ mod tests {
             page[bit / 8] ^= 1 << (bit % 8);
         }
         assert_eq!(Superblock::decode(&vec![0; PAGE]), Err(Refusal::Blank));
+    }
+
+    #[test]
+    fn numbers_that_no_store_could_have_are_refused() {
+        let good = example();
+        for bad in [
+            Superblock {
+                epoch: u64::MAX - 1,
+                ..good
+            },
+            Superblock {
+                sequence: u64::MAX,
+                ..good
+            },
+            Superblock {
+                generation: u64::MAX,
+                ..good
+            },
+            Superblock {
+                records: good.geometry.max_blocks + 1,
+                ..good
+            },
+            Superblock {
+                geometry: Geometry {
+                    max_blocks: 1 << 50,
+                    ..good.geometry
+                },
+                ..good
+            },
+            Superblock {
+                geometry: Geometry {
+                    journal: 1,
+                    ..good.geometry
+                },
+                ..good
+            },
+            Superblock {
+                geometry: Geometry {
+                    data: good.geometry.data - 1,
+                    ..good.geometry
+                },
+                ..good
+            },
+        ] {
+            let mut page = vec![0; PAGE];
+            bad.encode(&mut page);
+            assert_eq!(Superblock::decode(&page), Err(Refusal::Invalid), "{bad:?}");
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The front: slots, reads and writes over one or several paths.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,11 +12,12 @@ use parking_lot::Mutex;
 
 use crate::buf::IoBuf;
 use crate::clock::{Clock, SystemClock};
-use crate::commit::Committer;
+use crate::commit::{self, Committer};
 use crate::device::Device;
 use crate::device::lock::Lock;
-use crate::engine::{self, Engine, EngineKind, Limits};
+use crate::engine::{self, Engine, EngineKind};
 use crate::error::{Error, ErrorKind};
+use crate::open;
 use crate::place;
 use crate::record::{Change, Record};
 use crate::recover;
@@ -37,6 +38,8 @@ pub struct Options {
     pub inflight_bytes: usize,
     /// Tells the time.
     pub clock: Arc<dyn Clock>,
+    /// How long a path may take to be opened.
+    pub patience: Duration,
 }
 
 impl Options {
@@ -49,6 +52,7 @@ impl Options {
             emulate_gbs: None,
             inflight_bytes: 8 << 20,
             clock: Arc::new(SystemClock),
+            patience: Duration::from_secs(120),
         }
     }
 
@@ -207,8 +211,10 @@ pub struct Stats {
     pub dropped: u64,
     /// Pages that are never used again.
     pub quarantined_pages: u64,
-    /// Paths that are bypassed now.
+    /// Paths that are bypassed now, those that were not there at open included.
     pub failed_paths: u64,
+    /// Damage to the metadata that was met, at open and since; most of it costs blocks.
+    pub damaged: u64,
 }
 
 /// How long dropping the tier without [`NvmeTier::close`] waits for the devices.
@@ -223,6 +229,8 @@ pub struct NvmeTier {
     locks: Mutex<Vec<Lock>>,
     generation: Arc<AtomicU64>,
     closed: AtomicBool,
+    missing: u64,
+    damaged: u64,
     dropped: u64,
     recovered: u64,
 }
@@ -238,16 +246,25 @@ impl NvmeTier {
     /// [`ErrorKind::Locked`] if a path is in use, [`ErrorKind::NewerFormat`] or
     /// [`ErrorKind::Damaged`] if what is there is not to be touched, [`ErrorKind::Config`] if it was
     /// made with another size, [`ErrorKind::Full`] if the space cannot be allocated.
+    /// [`ErrorKind::Deadline`] if a path does not answer within `options.patience`, [`ErrorKind::Io`]
+    /// if one fails. Of several paths those whose device is missing, broken or silent are bypassed,
+    /// and counted in [`Stats::failed_paths`], as long as one is left.
     pub fn open(options: Options) -> Result<(Arc<NvmeTier>, Vec<Recovered>), Error> {
         let share = options.share(options.paths.len())?;
-        let mut locks = Vec::new();
-        let mut devices = Vec::new();
-        for path in &options.paths {
-            let (device, lock) = place::open(path, share)?;
-            locks.push(lock);
-            devices.push((device, path.display().to_string()));
+        let mut seen = HashSet::new();
+        if let Some(twice) = options.paths.iter().find(|path| !seen.insert(*path)) {
+            return Err(Error::new(
+                ErrorKind::Config,
+                format!("{} is given twice: give each path once", twice.display()),
+            ));
         }
-        Self::over(devices, locks, &options)
+        let places = options.paths.iter().cloned();
+        let openers = places.map(|path| {
+            let name = path.display().to_string();
+            let open = move || place::open(&path, share).map(|(device, lock)| (device, Some(lock)));
+            (name, Box::new(open) as open::Opener)
+        });
+        Self::over(open::all(openers, share, &options)?, &options)
     }
 
     /// As [`NvmeTier::open`], over devices instead of `options.paths`; blank ones are formatted.
@@ -256,53 +273,56 @@ impl NvmeTier {
         options: Options,
     ) -> Result<(Arc<NvmeTier>, Vec<Recovered>), Error> {
         let share = options.share(devices.len())?;
-        let mut named = Vec::new();
-        for (i, device) in devices.into_iter().enumerate() {
+        let openers = devices.into_iter().enumerate().map(|(i, device)| {
             let name = format!("device {i}");
-            if recover::is_blank(&*device, &name)? {
-                recover::format(&*device, share, &name)?;
-            }
-            named.push((device, name));
-        }
-        Self::over(named, Vec::new(), &options)
+            let called = name.clone();
+            let open = move || {
+                if recover::is_blank(&*device, &called)? {
+                    recover::format(&*device, share, &called)?;
+                }
+                Ok((device, None))
+            };
+            (name, Box::new(open) as open::Opener)
+        });
+        Self::over(open::all(openers, share, &options)?, &options)
     }
 
-    fn over(
-        devices: Vec<(Arc<dyn Device>, String)>,
-        locks: Vec<Lock>,
+    /// The tier over paths that were opened.
+    pub(crate) fn over(
+        opened: open::Opened,
         options: &Options,
     ) -> Result<(Arc<NvmeTier>, Vec<Recovered>), Error> {
-        let limits = Limits {
-            inflight_bytes: options.inflight_bytes,
-            emulate_gbs: options.emulate_gbs,
-            clock: options.clock.clone(),
-        };
-        let share = options.share(devices.len())?;
-        let generation = Arc::new(AtomicU64::new(0));
+        let generation = Arc::new(AtomicU64::new(opened.generation()));
+        let missing = opened.missing;
         let mut volumes: Vec<Arc<Volume>> = Vec::new();
-        let mut blocks = Vec::new();
-        let mut dropped = 0;
-        let mut committers = Vec::new();
-        for (index, (device, name)) in devices.into_iter().enumerate() {
+        let (mut locks, mut blocks, mut committers) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut dropped, mut damaged) = (0, 0);
+        for (index, path) in opened.paths.into_iter().enumerate() {
             let index = index as u8; // `share` allows 255
-            let mut found = place::recover(&*device, &name, share)?;
-            let engine = engine::start(options.engine, device.clone(), &limits)?;
+            let open::Ready {
+                name,
+                device,
+                lock,
+                engine,
+                mut found,
+            } = path;
             let clock = options.clock.clone();
             let volume = Arc::new(Volume::new(index, name, device, engine, clock, &mut found));
-            generation.fetch_max(found.generation, Ordering::Relaxed);
             dropped += found.overlapped.len() as u64;
+            damaged += found.damaged.len() as u64;
             let next = generation.clone();
             let committer =
                 Committer::new(volume.clone(), &found, move || next.load(Ordering::Relaxed));
             committers.push(committer);
             volumes.push(volume);
+            locks.extend(lock);
             blocks.push(found.blocks);
         }
-        for committer in committers {
-            thread::Builder::new()
-                .name("kvtier-commit".into())
-                .spawn(move || committer.run())
-                .map_err(|e| Error::io("cannot start the committer thread", e))?;
+        if let Err(e) = commit::start(committers, commit::spawn) {
+            // None of the threads that did start may go on without the lock.
+            let patience = Some(Instant::now() + DROP_PATIENCE);
+            let _ = close(&volumes, locks, patience); // what failed is told by `e`
+            return Err(Error::io("cannot start the committer thread", e));
         }
         let (recovered, older) = merge(blocks);
         for old in &older {
@@ -313,6 +333,8 @@ impl NvmeTier {
             locks: Mutex::new(locks),
             generation,
             closed: AtomicBool::new(false),
+            missing,
+            damaged,
             dropped: dropped + older.len() as u64,
             recovered: recovered.len() as u64,
         };
@@ -459,6 +481,8 @@ impl NvmeTier {
         let mut stats = Stats {
             recovered: self.recovered,
             dropped: self.dropped,
+            failed_paths: self.missing,
+            damaged: self.damaged,
             ..Stats::default()
         };
         for volume in &self.volumes {
@@ -474,6 +498,7 @@ impl NvmeTier {
                 (&mut stats.journal_records, &c.journal_records),
                 (&mut stats.journal_blocks, &c.journal_blocks),
                 (&mut stats.checkpoints, &c.checkpoints),
+                (&mut stats.damaged, &c.damaged),
             ] {
                 *to += from.load(Ordering::Relaxed);
             }
@@ -508,6 +533,11 @@ impl NvmeTier {
         self.volumes.iter().map(|v| v.gauges().memory).sum()
     }
 
+    #[cfg(test)]
+    pub(crate) fn volumes(&self) -> &[Arc<Volume>] {
+        &self.volumes
+    }
+
     fn volume(&self, slot: Slot) -> &Arc<Volume> {
         &self.volumes[usize::from(slot.path)]
     }
@@ -520,6 +550,7 @@ impl Drop for NvmeTier {
         }
         let volumes = std::mem::take(&mut self.volumes);
         let locks = std::mem::take(&mut *self.locks.lock());
+        let stopping = volumes.clone();
         let close = move || {
             if let Err(e) = close(&volumes, locks, Some(Instant::now() + DROP_PATIENCE)) {
                 tracing::warn!("the NVMe tier was dropped without close: {e}");
@@ -528,6 +559,7 @@ impl Drop for NvmeTier {
         if !engine::in_callback() {
             return close();
         }
+        stopping.iter().for_each(|volume| volume.begin_stop());
         // The last owner was a callback, and closing waits for callbacks.
         if let Err(e) = thread::Builder::new()
             .name("kvtier-close".into())
@@ -549,6 +581,8 @@ fn refuse_in_callback() -> Result<(), Error> {
 }
 
 fn flush(volumes: &[Arc<Volume>], deadline: Option<Instant>) -> Result<(), Error> {
+    // All at once, so that none has to wait for another that hangs.
+    volumes.iter().for_each(|volume| volume.hasten());
     let flushed: Vec<_> = volumes
         .iter()
         .map(|volume| volume.flush(deadline))
@@ -556,13 +590,14 @@ fn flush(volumes: &[Arc<Volume>], deadline: Option<Instant>) -> Result<(), Error
     flushed.into_iter().collect()
 }
 
-fn close(
+pub(crate) fn close(
     volumes: &[Arc<Volume>],
     locks: Vec<Lock>,
     deadline: Option<Instant>,
 ) -> Result<(), Error> {
     volumes.iter().for_each(|volume| volume.refuse());
     let flushed = flush(volumes, deadline);
+    volumes.iter().for_each(|volume| volume.begin_stop());
     let mut all = true;
     for volume in volumes {
         all &= volume.stop(deadline);
@@ -570,7 +605,9 @@ fn close(
     if all {
         return flushed;
     }
-    std::mem::forget(locks);
+    // For as long as the process lives.
+    static KEPT: Mutex<Vec<Lock>> = Mutex::new(Vec::new());
+    KEPT.lock().extend(locks);
     flushed.and_then(|()| {
         Err(Error::new(
             ErrorKind::Deadline,
@@ -581,7 +618,7 @@ fn close(
 }
 
 /// The blocks of all paths in commit order, every id once; and the older copies of the others.
-fn merge(paths: Vec<Vec<Record>>) -> (Vec<Recovered>, Vec<Recovered>) {
+pub(crate) fn merge(paths: Vec<Vec<Record>>) -> (Vec<Recovered>, Vec<Recovered>) {
     let mut merged: Vec<Recovered> = Vec::with_capacity(paths.iter().map(Vec::len).sum());
     let mut paths: Vec<_> = paths
         .into_iter()
@@ -612,15 +649,12 @@ fn merge(paths: Vec<Vec<Record>>) -> (Vec<Recovered>, Vec<Recovered>) {
             });
         }
     }
-    let mut newest: HashMap<Id, u64> = HashMap::with_capacity(merged.len());
-    for block in &merged {
-        let generation = newest.entry(block.id).or_default();
-        *generation = block.slot.generation.max(*generation);
-    }
+    // While a path is missing, its generations may be given out again: so the slot decides.
+    let newest: HashMap<Id, Slot> = merged.iter().map(|block| (block.id, block.slot)).collect();
     if newest.len() == merged.len() {
         return (merged, Vec::new());
     }
     merged
         .into_iter()
-        .partition(|block| newest.get(&block.id) == Some(&block.slot.generation))
+        .partition(|block| newest.get(&block.id) == Some(&block.slot))
 }

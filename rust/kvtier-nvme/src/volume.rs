@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvtier_codec::image::{Id, PAGE};
@@ -40,6 +41,8 @@ pub struct Volume {
     /// A write completed, a group became durable, the path failed, or the committer ended.
     pub(crate) progress: Condvar,
     pub(crate) counters: Counters,
+    /// The committer's thread, once it was started.
+    pub(crate) committer: Mutex<Option<JoinHandle<()>>>,
     clock: Arc<dyn Clock>,
 }
 
@@ -57,6 +60,7 @@ pub struct Counters {
     pub journal_records: AtomicU64,
     pub journal_blocks: AtomicU64,
     pub checkpoints: AtomicU64,
+    pub damaged: AtomicU64,
 }
 
 /// Adds to a counter.
@@ -84,34 +88,44 @@ impl Volume {
             work: Condvar::new(),
             progress: Condvar::new(),
             counters: Counters::default(),
+            committer: Mutex::new(None),
             clock,
         }
     }
 
     /// Is the path bypassed, for good or for a while?
     fn is_bypassed(&self, state: &State) -> bool {
-        state.failed.is_some()
-            || state
-                .bypass_until
-                .is_some_and(|until| until > self.clock.now())
+        let bypassed = |until: Instant| {
+            let left = until.saturating_duration_since(self.clock.now());
+            // More than that is left only if the clock was set back.
+            !left.is_zero() && left <= BYPASS
+        };
+        state.failed.is_some() || state.bypass_until.is_some_and(bypassed)
     }
 
     /// How attractive the path is for a slot of `pages`: lower is better, `None` if it has none.
     pub fn load(&self, pages: u32) -> Option<(u64, u32)> {
         let mut state = self.state.lock();
-        let room = state.slots.largest_hole() >= pages
-            && (state.uses.len() as u64) < self.geometry.max_blocks
-            && !state.closed
-            && !self.is_bypassed(&state);
+        let room = state.slots.largest_hole() >= pages && self.takes(&state);
         if !room && state.free_soon > 0 {
             self.hurry(&mut state);
         }
         room.then(|| (state.writing_bytes, u32::MAX - state.slots.free_pages()))
     }
 
+    /// Does the path take another block? More than `max_blocks` would not fit into a checkpoint.
+    fn takes(&self, state: &State) -> bool {
+        (state.uses.len() as u64) < self.geometry.max_blocks
+            && !state.closed
+            && !self.is_bypassed(state)
+    }
+
     /// A slot of `pages`, if there still is room.
     pub fn reserve(&self, pages: u32, generation: u64) -> Option<Slot> {
         let mut state = self.state.lock();
+        if !self.takes(&state) {
+            return None; // others took the last since `load`
+        }
         let start = state.slots.alloc(pages, BUSY)?;
         let phase = Phase::Reserved;
         state.uses.insert(
@@ -299,6 +313,17 @@ impl Volume {
         }
     }
 
+    /// Asks the committer to work at once.
+    pub fn hasten(&self) {
+        self.hurry(&mut self.state.lock());
+    }
+
+    /// Lets the committer end as soon as it has nothing to do.
+    pub fn begin_stop(&self) {
+        self.state.lock().stopping = true;
+        self.work.notify_all();
+    }
+
     /// Asks the committer not to wait for more records.
     fn hurry(&self, state: &mut State) {
         state.hurry = true;
@@ -465,9 +490,8 @@ impl Volume {
 
     /// Stops the committer and the engine; false if something did not end by the deadline.
     pub fn stop(&self, deadline: Option<Instant>) -> bool {
+        self.begin_stop();
         let mut state = self.state.lock();
-        state.stopping = true;
-        self.work.notify_all();
         while !state.stopped {
             match deadline {
                 None => self.progress.wait(&mut state),
@@ -477,6 +501,10 @@ impl Volume {
         }
         let stopped = state.stopped;
         drop(state);
+        if stopped && let Some(thread) = self.committer.lock().take() {
+            // It only has to return, and to let go of the device.
+            let _ = thread.join(); // a panic was told when it happened
+        }
         self.engine.close(deadline) && stopped
     }
 

@@ -250,10 +250,18 @@ fn a_size_that_the_file_system_does_not_have_leaves_nothing_behind() {
         assert_eq!(error.kind(), ErrorKind::Config, "{error}");
     }
     let twice = Options::new(vec![dir.path().into(); 2], SIZE);
-    let locked = ErrorKind::Locked {
-        pid: Some(std::process::id()),
-    };
-    assert_eq!(NvmeTier::open(twice).err().unwrap().kind(), locked);
+    assert_eq!(
+        NvmeTier::open(twice).err().unwrap().kind(),
+        ErrorKind::Config
+    );
+    let elsewhere = tempfile::tempdir().unwrap();
+    let alias = elsewhere.path().join("alias");
+    std::os::unix::fs::symlink(dir.path(), &alias).unwrap();
+    let twice = Options::new(vec![dir.path().into(), alias], SIZE);
+    assert!(matches!(
+        NvmeTier::open(twice).err().unwrap().kind(),
+        ErrorKind::Locked { .. }
+    ));
 }
 
 #[test]

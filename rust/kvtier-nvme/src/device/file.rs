@@ -37,8 +37,11 @@ impl FileDevice {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(true);
         options.mode(0o600); // it holds what users said
-        let device = Self::with(path, &options)?;
-        allocate(&device.file, bytes).map_err(|e| {
+        options.custom_flags(libc::O_NOFOLLOW); // it is emptied
+        let file = options
+            .open(path)
+            .map_err(|e| Error::io(format!("cannot open {}", path.display()), e))?;
+        allocate(&file, bytes).map_err(|e| {
             Error::io(
                 format!(
                     "cannot allocate {bytes} bytes for {}: give a smaller size, or make room",
@@ -47,10 +50,7 @@ impl FileDevice {
                 e,
             )
         })?;
-        Ok(FileDevice {
-            len: bytes,
-            ..device
-        })
+        Self::open(path, true)
     }
 
     /// Opens with O_DIRECT; without it only where the file system refuses it.

@@ -3,6 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use crate::error::{Error, ErrorKind};
@@ -13,7 +14,8 @@ pub const LOCK_FILE: &str = "kvtier.lock";
 /// The lock of a path; dropping it gives the path free.
 #[derive(Debug)]
 pub struct Lock {
-    file: File,
+    /// What is locked: the lock file and, once it is there, the data file; or the block device.
+    files: Vec<File>,
     owner: u32,
 }
 
@@ -22,7 +24,9 @@ impl Drop for Lock {
         // A child forked meanwhile shares the lock, and closing our descriptor would leave it to
         // that child; and a child must not end its parent's.
         if self.owner == std::process::id() {
-            let _ = lock_op(&self.file, libc::F_OFD_SETLK, libc::F_UNLCK); // closing is next anyway
+            for file in &self.files {
+                let _ = lock_op(file, libc::F_OFD_SETLK, libc::F_UNLCK); // closing is next anyway
+            }
         }
     }
 }
@@ -36,6 +40,7 @@ impl Lock {
             .write(true)
             .create(true)
             .truncate(false)
+            .custom_flags(libc::O_NOFOLLOW) // its content is replaced
             .open(&path)
             .map_err(|e| Error::io(format!("cannot open {} for writing", path.display()), e))?;
         Self::take(&file, dir, || holder(dir))?;
@@ -49,39 +54,62 @@ impl Lock {
         Ok(Lock::of(file))
     }
 
+    /// Locks the data file too: somebody might remove the lock file while it is held.
+    pub fn extend(&mut self, data: &Path) -> Result<(), Error> {
+        let file = open(data, 0)?;
+        Self::take(&file, data, || None)?;
+        self.files.push(file);
+        Ok(())
+    }
+
     /// Locks a block device itself, through a descriptor of its own.
+    ///
+    /// The kernel refuses one that is mounted or otherwise in exclusive use, under whatever name.
     pub fn device(path: &Path) -> Result<Self, Error> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open(path)
-            .map_err(|e| Error::io(format!("cannot open {} for writing", path.display()), e))?;
+        let file = open(path, libc::O_EXCL)?;
         Self::take(&file, path, || None)?;
         Ok(Lock::of(file))
     }
 
     fn of(file: File) -> Self {
-        let owner = std::process::id();
-        Lock { file, owner }
+        Lock {
+            files: vec![file],
+            owner: std::process::id(),
+        }
     }
 
     fn take(file: &File, path: &Path, holder: impl Fn() -> Option<u32>) -> Result<(), Error> {
         match lock_op(file, libc::F_OFD_SETLK, libc::F_WRLCK) {
             Ok(_) => Ok(()),
             Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
-                let pid = holder();
-                let who = pid.map_or("another process".into(), |pid| format!("process {pid}"));
-                Err(Error::new(
-                    ErrorKind::Locked { pid },
-                    format!(
-                        "{} is in use by {who}: close the store there, or give another path",
-                        path.display()
-                    ),
-                ))
+                Err(in_use(path, holder()))
             }
             Err(e) => Err(Error::io(format!("cannot lock {}", path.display()), e)),
         }
     }
+}
+
+fn in_use(path: &Path, pid: Option<u32>) -> Error {
+    let who = pid.map_or("another process".into(), |pid| format!("process {pid}"));
+    Error::new(
+        ErrorKind::Locked { pid },
+        format!(
+            "{} is in use by {who}: close the store there, or give another path",
+            path.display()
+        ),
+    )
+}
+
+fn open(path: &Path, flags: i32) -> Result<File, Error> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(flags)
+        .open(path)
+        .map_err(|e| match e.raw_os_error() {
+            Some(libc::EBUSY) => in_use(path, None),
+            _ => Error::io(format!("cannot open {} for writing", path.display()), e),
+        })
 }
 
 /// The process that holds the lock of a directory, if one does and it is known.

@@ -12,6 +12,7 @@ use parking_lot::{Condvar, Mutex};
 use super::Device;
 
 const SECTOR: usize = 512;
+const PAGE: u64 = 4096;
 
 /// What kind of request a fault strikes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -56,6 +57,8 @@ struct State {
     /// What the last barrier made durable, of the sectors written since, with every later version.
     volatile: BTreeMap<usize, Vec<[u8; SECTOR]>>,
     faults: BTreeMap<(Op, u64), Fault>,
+    /// Pages that cannot be read until they are written.
+    bad: BTreeMap<u64, i32>,
     counts: [u64; 3],
     dead: bool,
     released: bool,
@@ -76,6 +79,7 @@ impl SimDevice {
                 current: image,
                 volatile: BTreeMap::new(),
                 faults: BTreeMap::new(),
+                bad: BTreeMap::new(),
                 counts: [0; 3],
                 dead: false,
                 released: false,
@@ -90,6 +94,11 @@ impl SimDevice {
         self.state.lock().faults.insert((op, nth), fault);
     }
 
+    /// Takes back [`SimDevice::inject`].
+    pub fn forget(&self, op: Op, nth: u64) {
+        self.state.lock().faults.remove(&(op, nth));
+    }
+
     /// Requests of this kind so far.
     pub fn count(&self, op: Op) -> u64 {
         self.state.lock().counts[op as usize]
@@ -98,6 +107,11 @@ impl SimDevice {
     /// Flips one bit of the medium.
     pub fn rot(&self, byte: u64, bit: u8) {
         self.state.lock().current[byte as usize] ^= 1 << (bit % 8);
+    }
+
+    /// Makes every read of this 4 KiB page fail until it is written.
+    pub fn fail_page(&self, page: u64, errno: i32) {
+        self.state.lock().bad.insert(page, errno);
     }
 
     /// Lets all hanging requests go on, now and later.
@@ -192,6 +206,10 @@ impl Device for SimDevice {
         }
         let at = place(fault, offset, buf.len(), self.len);
         let mut n = buf.len().min(state.current.len().saturating_sub(at));
+        let pages = at as u64 / PAGE..(at + n).div_ceil(PAGE as usize) as u64;
+        if let Some((_, &errno)) = state.bad.range(pages).next() {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
         match fault {
             Some(Fault::Short(most)) => n = n.min(most),
             Some(Fault::Lost) => return Ok(n),
@@ -219,6 +237,8 @@ impl Device for SimDevice {
             _ => (buf.len(), buf.len()),
         };
         state.write(&buf[..arrive], at);
+        let written = at as u64 / PAGE..(at + arrive) as u64 / PAGE;
+        state.bad.retain(|page, _| !written.contains(page));
         if fault == Some(Fault::Crash) {
             state.dead = true;
             return Err(io::Error::from_raw_os_error(libc::EIO));

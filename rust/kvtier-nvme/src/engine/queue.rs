@@ -6,9 +6,8 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-use kvtier_codec::image::PAGE;
-
 use super::{Kind, Op};
+use crate::device::Progress;
 
 /// Large operations go in pieces of this size, so that others get between them.
 const PIECE: usize = 1 << 20;
@@ -18,8 +17,6 @@ const LAST_PIECE: usize = PIECE + PIECE / 2;
 pub(super) const MAX_PIECES: usize = 128;
 /// Bytes that reads may move for each byte of a write that waits.
 const READS_PER_WRITE: usize = 4;
-/// Transient errors in a row before a piece fails.
-const RETRIES: u32 = 64;
 /// How far the emulated device may run late and then catch up.
 const SLACK: Duration = Duration::from_millis(2);
 
@@ -49,6 +46,8 @@ struct Job {
 struct Pace {
     bytes_per_second: f64,
     busy_until: Instant,
+    /// What the last piece took: it was sent when the device was idle.
+    longest: Duration,
 }
 
 /// A part of an operation, as one request to the device.
@@ -58,8 +57,7 @@ pub(super) struct Piece {
     ptr: *mut u8,
     offset: u64,
     len: usize,
-    moved: usize,
-    retries: u32,
+    progress: Progress,
 }
 
 // SAFETY: the memory belongs to the operation, which lives in the queue until the piece is settled.
@@ -126,6 +124,7 @@ impl Queue {
             pace: emulate_gbs.map(|gbs| Pace {
                 bytes_per_second: gbs * 1e9,
                 busy_until: now,
+                longest: Duration::ZERO,
             }),
             closed: false,
         }
@@ -195,10 +194,12 @@ impl Queue {
             if !self.fits(line) {
                 continue;
             }
-            if let Some(pace) = &mut self.pace
-                && pace.busy_until > now
-            {
-                return Next::Wait(pace.busy_until);
+            if let Some(pace) = &mut self.pace {
+                // A clock that was set back must not make the device busy for ever.
+                pace.busy_until = pace.busy_until.min(now + pace.longest);
+                if pace.busy_until > now {
+                    return Next::Wait(pace.busy_until);
+                }
             }
             if let Some(piece) = self.cut(line, write.is_some(), now) {
                 return Next::Piece(piece);
@@ -280,8 +281,7 @@ impl Queue {
             ptr: job.op.buf.ptr().wrapping_add(job.issued),
             offset: job.op.offset + job.issued as u64,
             len,
-            moved: 0,
-            retries: 0,
+            progress: Progress::new(len),
         };
         job.issued += len;
         job.pending += 1;
@@ -299,6 +299,7 @@ impl Queue {
             let late = now.checked_sub(SLACK).unwrap_or(now);
             let cost = Duration::from_secs_f64(len as f64 / pace.bytes_per_second);
             pace.busy_until = pace.busy_until.max(late) + cost;
+            pace.longest = cost;
         }
         Some(piece)
     }
@@ -307,43 +308,24 @@ impl Queue {
 impl Piece {
     /// Where the rest of it lies in memory, and how long it is.
     pub(super) fn memory(&self) -> (*mut u8, usize) {
-        (self.ptr.wrapping_add(self.moved), self.len - self.moved)
+        let moved = self.progress.moved();
+        (self.ptr.wrapping_add(moved), self.len - moved)
     }
 
     /// Where the rest of it lies on the device.
     pub(super) fn offset(&self) -> u64 {
-        self.offset + self.moved as u64
+        self.offset + self.progress.moved() as u64
     }
 
     /// Takes the device's answer: bytes moved, or an error.
     pub(super) fn advance(&mut self, answer: io::Result<usize>) -> Step {
-        let rest = self.len - self.moved;
-        match answer {
-            Ok(n) if n == rest => Step::Settled(Ok(())),
-            // What follows must stay aligned, so a part of a page is moved again.
-            Ok(n) if n >= PAGE && n < rest => {
-                self.moved += n - n % PAGE;
-                self.retries = 0;
-                Step::Again
-            }
-            Ok(0) => Step::Settled(Err(match self.kind {
-                Kind::Read => io::ErrorKind::UnexpectedEof.into(),
-                Kind::Write => io::ErrorKind::WriteZero.into(),
-            })),
-            Ok(n) if n < rest => self.retry(io::Error::other(format!("short transfer: {n} bytes"))),
-            Ok(n) => Step::Settled(Err(io::Error::other(format!("{n} bytes moved of {rest}")))),
-            Err(e) => match e.raw_os_error() {
-                Some(libc::EINTR | libc::EAGAIN) => self.retry(e),
-                _ => Step::Settled(Err(e)),
-            },
+        let eof = match self.kind {
+            Kind::Read => io::ErrorKind::UnexpectedEof,
+            Kind::Write => io::ErrorKind::WriteZero,
+        };
+        match self.progress.advance(answer, eof) {
+            Some(result) => Step::Settled(result),
+            None => Step::Again,
         }
-    }
-
-    fn retry(&mut self, error: io::Error) -> Step {
-        self.retries += 1;
-        if self.retries > RETRIES {
-            return Step::Settled(Err(error));
-        }
-        Step::Again
     }
 }

@@ -1,8 +1,8 @@
 //! One suite for all engines, and what the queue promises.
 
+use crossbeam_channel::{Receiver, unbounded as channel};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use super::queue::{Next, Piece, Queue, Step};
@@ -137,7 +137,7 @@ fn the_end_of_the_device_is_an_error_not_a_short_success() {
 fn callbacks_may_submit_and_may_panic() {
     over_all(1 << 20, |engine, _| {
         let buf = filled(1, 3);
-        let (mut first, _) = op(Kind::Write, 0, &buf);
+        let (mut first, _) = op(Kind::Write, 0, &filled(1, 4));
         first.done = Box::new(|_| panic!("a test's own panic"));
         engine.submit(first);
         let (mut second, _) = op(Kind::Write, 4096, &buf);

@@ -3,7 +3,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::thread::{self, ThreadId};
+use std::thread::{self, JoinHandle, ThreadId};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
@@ -20,6 +20,7 @@ const THREADS: usize = 8;
 pub struct Threads {
     shared: Arc<Shared>,
     workers: Vec<ThreadId>,
+    handles: Mutex<Vec<JoinHandle<()>>>,
 }
 
 struct Shared {
@@ -53,14 +54,14 @@ impl Threads {
             work: Condvar::new(),
             ended: Condvar::new(),
         });
-        let mut workers = Vec::with_capacity(THREADS);
+        let mut handles = Vec::with_capacity(THREADS);
         for i in 0..THREADS {
             let worker = shared.clone();
             let spawned = thread::Builder::new()
                 .name(format!("kvtier-io-{i}"))
                 .spawn(move || worker.run());
             match spawned {
-                Ok(handle) => workers.push(handle.thread().id()),
+                Ok(handle) => handles.push(handle),
                 Err(e) => {
                     let mut state = shared.state.lock();
                     state.queue.close();
@@ -69,7 +70,11 @@ impl Threads {
                 }
             }
         }
-        Ok(Threads { shared, workers })
+        Ok(Threads {
+            shared,
+            workers: handles.iter().map(|h| h.thread().id()).collect(),
+            handles: Mutex::new(handles),
+        })
     }
 }
 
@@ -80,7 +85,9 @@ impl Shared {
             let mut piece = match state.queue.next(self.clock.now()) {
                 Next::Piece(piece) => piece,
                 Next::Wait(until) => {
-                    self.work.wait_until(&mut state, until);
+                    // The clock may be another than the one that the system sleeps by.
+                    let left = until.saturating_duration_since(self.clock.now());
+                    self.work.wait_for(&mut state, left);
                     continue;
                 }
                 Next::Nothing if state.queue.is_finished() => break,
@@ -162,6 +169,10 @@ impl Engine for Threads {
                 }
                 Some(_) => {}
             }
+        }
+        drop(state);
+        for handle in self.handles.lock().drain(..) {
+            let _ = handle.join(); // it only has to return, and to let go of the device
         }
         true
     }

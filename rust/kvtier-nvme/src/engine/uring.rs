@@ -58,8 +58,16 @@ struct Inbox {
 #[derive(Clone, Copy, PartialEq)]
 enum Region {
     Vacant,
-    Wanted { ptr: usize, len: usize },
-    Active { ptr: usize, len: usize },
+    Wanted {
+        ptr: usize,
+        len: usize,
+    },
+    Active {
+        ptr: usize,
+        len: usize,
+    },
+    /// The kernel refused it; whoever wanted it still holds the entry.
+    Refused,
     Leaving,
 }
 
@@ -265,7 +273,7 @@ impl Ring {
         let mut finished = Vec::new();
         let mut pieces = Vec::new();
         loop {
-            self.reap(&mut settled);
+            self.reap(&mut settled)?;
             let shared = self.shared.clone();
             let mut inbox = shared.inbox.lock();
             if std::mem::take(&mut inbox.regions_changed) {
@@ -276,7 +284,7 @@ impl Ring {
                 for (index, after) in changes {
                     let now = &mut inbox.regions[index];
                     // Given up in the meantime: the next turn takes it out again.
-                    if !(*now == Region::Leaving && matches!(after, Region::Active { .. })) {
+                    if !(*now == Region::Leaving && after != Region::Vacant) {
                         *now = after;
                     }
                 }
@@ -319,7 +327,7 @@ impl Ring {
     }
 
     /// Takes the completions that have arrived; sends the rest of what came back short.
-    fn reap(&mut self, settled: &mut Vec<(Piece, io::Result<()>)>) {
+    fn reap(&mut self, settled: &mut Vec<(Piece, io::Result<()>)>) -> io::Result<()> {
         let mut again = Vec::new();
         for entry in self.ring.completion() {
             if entry.user_data() == WAKE {
@@ -341,12 +349,10 @@ impl Ring {
                 Step::Again => again.push(piece),
             }
         }
-        for piece in again {
-            // The queue has an entry for every piece in flight.
-            if let Err(e) = self.send(piece, None) {
-                tracing::error!("cannot send the rest of a transfer: {e}");
-            }
-        }
+        // The queue has an entry for every piece in flight.
+        again
+            .into_iter()
+            .try_for_each(|piece| self.send(piece, None))
     }
 
     fn send(&mut self, piece: Piece, region: Option<u16>) -> io::Result<()> {
@@ -384,8 +390,10 @@ impl Ring {
         self.shared.wake_if(self.armed);
         while self.armed {
             self.wait(None)?;
-            self.reap(&mut Vec::new());
+            self.reap(&mut Vec::new())?;
         }
+        // The kernel takes a dropped ring apart when it finds the time; the device is free at once.
+        let _ = self.ring.submitter().unregister_files(); // it will be freed then at the latest
         Ok(())
     }
 
@@ -424,10 +432,12 @@ impl Ring {
     fn update_regions(&self, regions: &[Region]) -> Vec<(usize, Region)> {
         let mut changes = Vec::new();
         for (index, region) in regions.iter().enumerate() {
-            let (ptr, len, after) = match *region {
-                Region::Wanted { ptr, len } => (ptr, len, Region::Active { ptr, len }),
-                Region::Leaving => (0, 0, Region::Vacant),
-                Region::Vacant | Region::Active { .. } => continue,
+            let (ptr, len, after, refused) = match *region {
+                Region::Wanted { ptr, len } => {
+                    (ptr, len, Region::Active { ptr, len }, Region::Refused)
+                }
+                Region::Leaving => (0, 0, Region::Vacant, Region::Vacant),
+                Region::Vacant | Region::Refused | Region::Active { .. } => continue,
             };
             let entry = libc::iovec {
                 iov_base: ptr as *mut _,
@@ -445,7 +455,7 @@ impl Ring {
                 Err(e) => {
                     // Most often the memlock limit. Unregistered memory works, at more CPU time.
                     tracing::debug!("cannot register {len} bytes with io_uring: {e}");
-                    (index, Region::Vacant)
+                    (index, refused)
                 }
             });
         }
@@ -499,14 +509,17 @@ fn prove(mut ring: IoUring, device: &dyn Device) -> io::Result<IoUring> {
     let entry = opcode::Read::new(types::Fixed(0), page.as_mut_ptr(), PAGE as u32).build();
     // SAFETY: the page lives until the completion has been taken, or for ever.
     unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
+    let mut sent = false;
     loop {
         match ring.submit_and_wait(1) {
             Err(e) if e.raw_os_error() == Some(libc::EINTR) => {}
             Err(e) => {
-                std::mem::forget(page);
+                if sent {
+                    std::mem::forget(page);
+                }
                 return Err(e);
             }
-            Ok(_) => {}
+            Ok(count) => sent |= count > 0,
         }
         let answer = ring.completion().next().map(|entry| entry.result());
         match answer {

@@ -5,155 +5,175 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier_codec::image::{Id, PAGE, Shape};
 
-use super::Random;
 use super::common::{Answer, answer, id, is_intact, write_of};
+use super::{Random, rounds};
 use crate::clock::SystemClock;
 use crate::commit::Committer;
+use crate::device::read_exact;
 use crate::device::sim::{Fault, Op as SimOp, SimDevice};
-use crate::device::{Device, read_exact, write_all};
-use crate::engine::{Engine, Kind, Op};
-use crate::record::Change;
+use crate::fuzzing::Inline;
+use crate::record::{Change, Record};
+use crate::recover::Found;
 use crate::slots::{BUSY, LOST};
 use crate::state::Phase;
 use crate::tier::Slot;
 use crate::volume::Volume;
-use crate::{Pages, recover};
+use crate::{Pages, place, recover};
 
-const BYTES: u64 = 1 << 20;
+pub const BYTES: u64 = 1 << 20;
 const STEPS: usize = 70;
-
-/// An engine that completes everything at once, on the caller's thread.
-struct Inline(Arc<dyn Device>);
-
-impl Engine for Inline {
-    fn submit(&self, op: Op) {
-        let mut copy = Pages::new(op.len / PAGE);
-        // SAFETY: the operation owns its buffer of at least `len` bytes.
-        let buf = unsafe { std::slice::from_raw_parts_mut(op.buf.ptr(), op.len) };
-        let result = match op.kind {
-            Kind::Read => {
-                read_exact(&*self.0, &mut copy, op.offset).map(|()| buf.copy_from_slice(&copy))
-            }
-            Kind::Write => write_all(&*self.0, buf, op.offset),
-        };
-        (op.done)(result);
-    }
-
-    fn close(&self, _: Option<Instant>) -> bool {
-        true
-    }
-
-    fn name(&self) -> &'static str {
-        "inline"
-    }
-}
 
 /// What must be true of the device whenever the power goes.
 #[derive(Clone, Default)]
-struct Promise {
+pub struct Promise {
     /// Acknowledged as durable, and not removed: must be there.
-    kept: BTreeMap<u64, Id>,
+    pub kept: BTreeMap<u64, Id>,
     /// Acknowledged as durably removed: must not be there.
     gone: BTreeSet<u64>,
     /// Pages that must never be used again.
     lost: BTreeSet<u32>,
 }
 
-struct Life {
-    volume: Arc<Volume>,
+/// A store on one device, from open to its end.
+pub struct Life {
+    pub volume: Arc<Volume>,
     committer: Committer,
-    generation: u64,
+    /// The next one to give out, over all paths of the store.
+    pub generation: Arc<AtomicU64>,
+    /// The records that were found.
+    pub found: Vec<Record>,
     /// What a reader can see, by generation.
-    live: BTreeMap<u64, (Slot, Id)>,
+    pub live: BTreeMap<u64, (Slot, Id)>,
     /// Removed and quarantined, not yet acknowledged.
     leaving: Vec<(u64, Option<Slot>)>,
-    promise: Promise,
+    pub promise: Promise,
     /// Checkpoints are put off until the journal is full.
     lazy: bool,
+    /// A failed write of a block is not the end.
+    pub tolerant: bool,
 }
 
 impl Life {
     /// Opens the device and verifies all that was promised of it.
-    fn open(device: Arc<SimDevice>, mut promise: Promise, lazy: bool) -> Result<Life, String> {
-        let superblock = recover::superblock(&*device, "sim")
-            .map_err(|e| e.to_string())?
-            .0;
-        device.sync().map_err(|e| e.to_string())?;
-        let mut found = recover::recover(&*device, &superblock);
+    pub fn open(device: Arc<SimDevice>, promise: Promise, lazy: bool) -> Result<Life, String> {
+        Self::open_beside(device, promise, lazy, Arc::default())
+    }
+
+    /// As [`Life::open`], for one of several paths that share a counter of generations.
+    pub fn open_beside(
+        device: Arc<SimDevice>,
+        promise: Promise,
+        lazy: bool,
+        generation: Arc<AtomicU64>,
+    ) -> Result<Life, String> {
+        let found = place::recover(&*device, "sim", BYTES).map_err(|e| e.to_string())?;
         if let Some(damage) = found.damaged.first() {
             return Err(format!("a mere crash is not damage, but {damage}"));
         }
+        let lost: u32 = found.lost.iter().map(|r| r.pages).sum();
+        let mut this = Life::over(device.clone(), found, lazy, generation);
+        this.promise = promise;
+        this.verify(&device, lost)?;
+        Ok(this)
+    }
+
+    /// The store over what was recovered, whatever that is.
+    pub fn over(
+        device: Arc<SimDevice>,
+        mut found: Found,
+        lazy: bool,
+        generation: Arc<AtomicU64>,
+    ) -> Life {
         let engine = Arc::new(Inline(device.clone()));
         let clock = Arc::new(SystemClock);
-        let (blocks, generation) = (found.blocks.clone(), found.generation);
-        let volume = Arc::new(Volume::new(
-            0,
-            "sim".into(),
-            device.clone(),
-            engine,
-            clock,
-            &mut found,
-        ));
-        let committer = Committer::new(volume.clone(), &found, move || generation + 1000);
-        let mut live = BTreeMap::new();
-        for record in &blocks {
-            let recovered = recovered(record);
-            let mut bytes = Pages::new(record.pages as usize);
-            read_exact(&*device, &mut bytes, volume.geometry.data_at(record.start))
-                .map_err(|e| e.to_string())?;
-            if !is_intact(&recovered, &bytes) {
-                return Err(format!("wrong bytes of generation {}", record.generation));
-            }
-            live.insert(record.generation, (recovered.slot, record.id));
-        }
-        for (generation, id) in &promise.kept {
-            if live.get(generation).map(|(_, id)| id) != Some(id) {
-                return Err(format!("generation {generation} is not there"));
-            }
-        }
-        if let Some(back) = promise
-            .gone
+        generation.fetch_max(found.generation, Ordering::Relaxed);
+        let blocks = found.blocks.clone();
+        let volume = Volume::new(0, "sim".into(), device, engine, clock, &mut found);
+        let volume = Arc::new(volume);
+        let next = generation.clone();
+        let next = move || next.load(Ordering::Relaxed);
+        let committer = Committer::new(volume.clone(), &found, next);
+        let slots = blocks
             .iter()
-            .find(|generation| live.contains_key(generation))
-        {
-            return Err(format!("generation {back} came back"));
-        }
-        let state = volume.state.lock();
-        let lost: BTreeSet<u32> = state
-            .slots
-            .iter(0, u32::MAX)
-            .filter(|run| run.owner == LOST)
-            .flat_map(|run| run.start..run.start + run.pages)
-            .collect();
-        if !promise.lost.is_subset(&lost) {
-            return Err("a quarantined page is in use again".into());
-        }
-        let used: u32 = blocks.iter().chain(&found.lost).map(|r| r.pages).sum();
-        if state.slots.free_pages() + used != volume.geometry.data {
-            return Err("pages leaked".into());
-        }
-        drop(state);
-        promise.kept = live
-            .iter()
-            .map(|(&generation, &(_, id))| (generation, id))
-            .collect();
-        Ok(Life {
+            .map(|r| (r.generation, (recovered(r).slot, r.id)));
+        Life {
             volume,
             committer,
             generation,
-            live,
+            live: slots.collect(),
+            found: blocks,
             leaving: Vec::new(),
-            promise,
+            promise: Promise::default(),
             lazy,
-        })
+            tolerant: false,
+        }
+    }
+
+    fn verify(&mut self, device: &SimDevice, lost_pages: u32) -> Result<(), String> {
+        let geometry = &self.volume.geometry;
+        for record in &self.found {
+            let mut bytes = Pages::new(record.pages as usize);
+            read_exact(device, &mut bytes, geometry.data_at(record.start))
+                .map_err(|e| e.to_string())?;
+            if !is_intact(&recovered(record), &bytes) {
+                return Err(format!("wrong bytes of generation {}", record.generation));
+            }
+        }
+        for (generation, id) in &self.promise.kept {
+            if self.live.get(generation).map(|(_, id)| id) != Some(id) {
+                return Err(format!("generation {generation} is not there"));
+            }
+        }
+        let mut gone = self.promise.gone.iter();
+        if let Some(back) = gone.find(|generation| self.live.contains_key(generation)) {
+            return Err(format!("generation {back} came back"));
+        }
+        let state = self.volume.state.lock();
+        let runs = state.slots.iter(0, u32::MAX);
+        let lost: BTreeSet<u32> = runs
+            .filter(|run| run.owner == LOST)
+            .flat_map(|run| run.start..run.start + run.pages)
+            .collect();
+        if !self.promise.lost.is_subset(&lost) {
+            return Err("a quarantined page is in use again".into());
+        }
+        let used: u32 = self.found.iter().map(|r| r.pages).sum();
+        if state.slots.free_pages() + used + lost_pages != geometry.data {
+            return Err("pages leaked".into());
+        }
+        drop(state);
+        let live = self.live.iter();
+        self.promise.kept = live
+            .map(|(&generation, &(_, id))| (generation, id))
+            .collect();
+        Ok(())
+    }
+
+    /// Writes one block; `None` if there is no room for it.
+    pub fn add(&mut self, random: &mut Random) -> Result<Option<(Slot, Id)>, String> {
+        let payload = 1 + random.below(6 * PAGE as u64) as usize;
+        let pages = Shape::new(payload, payload.min(7)).unwrap().pages();
+        let id = id(random.below(20));
+        if self.volume.load(pages).is_none() {
+            return Ok(None);
+        }
+        let generation = self.generation.fetch_add(1, Ordering::Relaxed);
+        let Some(slot) = self.volume.reserve(pages, generation) else {
+            return Ok(None);
+        };
+        let (done, answer): (_, Answer) = answer();
+        self.volume.write(write_of(slot, id, payload, done));
+        answer.recv().unwrap().map_err(|e| e.to_string())?;
+        self.live.insert(slot.generation, (slot, id));
+        Ok(Some((slot, id)))
     }
 
     /// Does one random thing; false when the power is gone.
-    fn step(&mut self, random: &mut Random) -> bool {
+    pub fn step(&mut self, random: &mut Random) -> bool {
         match random.below(10) {
             0..=4 => self.put(random),
             5..=6 => self.leave(random),
@@ -163,23 +183,11 @@ impl Life {
     }
 
     fn put(&mut self, random: &mut Random) -> bool {
-        let payload = 1 + random.below(6 * PAGE as u64) as usize;
-        let pages = Shape::new(payload, payload.min(7)).unwrap().pages();
-        let number = random.below(20);
-        if self.volume.load(pages).is_none() {
-            return self.leave(random);
+        match self.add(random) {
+            Ok(Some(_)) => true,
+            Ok(None) => self.leave(random),
+            Err(_) => self.tolerant,
         }
-        let Some(slot) = self.volume.reserve(pages, self.generation) else {
-            return self.leave(random);
-        };
-        self.generation += 1;
-        let (done, answer): (_, Answer) = answer();
-        self.volume.write(write_of(slot, id(number), payload, done));
-        if answer.recv().unwrap().is_err() {
-            return false;
-        }
-        self.live.insert(slot.generation, (slot, id(number)));
-        true
     }
 
     fn leave(&mut self, random: &mut Random) -> bool {
@@ -211,7 +219,7 @@ impl Life {
     }
 
     /// What `NvmeTier::flush` waits for, and what it promises.
-    fn flush(&mut self) -> bool {
+    pub fn flush(&mut self) -> bool {
         while !self.volume.state.lock().queue.is_empty() {
             if !self.turn() {
                 return false;
@@ -310,7 +318,7 @@ fn run(seed: u64, op: SimOp, crash: u64, lying: bool) -> Result<u64, String> {
 
 #[test]
 fn a_crash_at_any_write_or_barrier_loses_nothing_that_was_promised() {
-    for seed in 0..40 {
+    for seed in 0..rounds(40) {
         for op in [SimOp::Write, SimOp::Sync] {
             let mut crash = 0;
             loop {

@@ -1,7 +1,7 @@
 //! Blocks for the tests: bytes that follow from an id, and a tier that is waited for.
 
+use crossbeam_channel::{Receiver, unbounded as channel};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
 
 use kvtier_codec::checksum::hash64;
 use kvtier_codec::image::{self, Id, Root, Segment, Shape};
