@@ -6,6 +6,28 @@ from typing import Any, final
 
 from typing_extensions import Buffer
 
+__all__ = [
+    "MISSES",
+    "TIERS",
+    "BareDisk",
+    "BlockView",
+    "Completions",
+    "Core",
+    "DlpackView",
+    "Job",
+    "Lease",
+    "Operation",
+    "Progress",
+    "Region",
+    "Space",
+    "__version__",
+    "bound_memcpy",
+    "check_dir",
+    "copy_kernel",
+    "inspect_dir",
+    "probe",
+]
+
 TIERS: list[str]
 MISSES: list[str]
 __version__: str
@@ -24,7 +46,7 @@ class Space:
     ) -> Space: ...
     @property
     def digest(self) -> bytes: ...
-    def chain(self, tokens: Buffer, block_tokens: int, partial: bool, extras: Sequence[bytes]) -> list[bytes]: ...
+    def chain(self, tokens: Any, block_tokens: int, partial: bool, extras: Sequence[bytes]) -> list[bytes]: ...
 
 @final
 class Progress:
@@ -40,6 +62,7 @@ class Completions:
 @final
 class Operation:
     def result(self) -> Any: ...
+    def discard(self) -> None: ...
 
 @final
 class Job:
@@ -69,6 +92,12 @@ class BlockView(Buffer):
 @final
 class DlpackView(Buffer):
     def __new__(cls, capsule: Any) -> DlpackView: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def readonly(self) -> bool: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
@@ -119,9 +148,7 @@ class Core:
         timeout: float | None,
     ) -> bytes: ...
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]: ...
-    def matching(
-        self, space: Space, keys: Sequence[bytes]
-    ) -> tuple[int, int, list[str], list[tuple[str, int]]]: ...
+    def matching(self, space: Space, keys: Sequence[bytes]) -> tuple[int, int, list[str], list[tuple[str, int]]]: ...
     def sizes(self, space: Space, keys: Sequence[bytes], layers: _Range, tokens: _Range) -> list[int | None]: ...
     def get_into(
         self,
@@ -186,3 +213,17 @@ def check_dir(path: str | PathLike[str], repair: bool) -> dict[str, Any]: ...
 def inspect_dir(path: str | PathLike[str]) -> dict[str, Any]: ...
 def probe(path: str | PathLike[str]) -> dict[str, Any]: ...
 def copy_kernel() -> str: ...
+
+# What the machine itself can do, for `kvtier bench`.
+
+def bound_memcpy(dst: Any, src: Any, block: int) -> float: ...
+
+@final
+class BareDisk:
+    def __new__(cls, path: str | PathLike[str], size: int) -> BareDisk: ...
+    @property
+    def prepare_s(self) -> float: ...
+    def run(
+        self, write: bool, block: int, depth: int, start: int, count: int, sync: bool
+    ) -> tuple[float, float, bool]: ...
+    def latencies(self, block: int, start: int, count: int) -> list[float]: ...

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from kvtier import _kvtier
 
-__all__ = ["announced", "operation"]
+__all__ = ["announced", "operation", "sweep"]
 
 _tokens = itertools.count()
 
@@ -24,32 +25,52 @@ class _Inbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.completions = _kvtier.Completions()
-        self.pending: dict[int, tuple[asyncio.Future[None], object]] = {}
+        self.pending: dict[int, tuple[asyncio.Future[None], _kvtier.Operation | None]] = {}
         loop.add_reader(self.completions.fileno(), self.deliver)
 
     def deliver(self) -> None:
         for token in self.completions.drain():
-            future, _ = self.pending.pop(token, (None, None))
+            future, running = self.pending.pop(token, (None, None))
             if future is not None and not future.done() and not future.get_loop().is_closed():
                 future.set_result(None)
+            elif running is not None:
+                running.discard()  # nobody waits, but a traceback may well hold on to it
 
 
 _inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
+_abandoned: list[object] = []
 _lock = threading.Lock()
+
+
+def _forget() -> None:
+    """In a fork: the parent's loops, operations and eventfds are not ours to touch, and its lock may be held."""
+    global _inboxes, _lock
+    _abandoned.append(_inboxes)
+    _inboxes, _lock = {}, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _inbox() -> _Inbox:
     loop = asyncio.get_running_loop()
+    inbox = _inboxes.get(loop)
+    if inbox is None:
+        sweep()
+        inbox = _Inbox(loop)
+        with _lock:
+            _inboxes[loop] = inbox
+    return inbox
+
+
+def sweep() -> None:
+    """Let go of loops that were closed, with the memory of their operations, once those have finished."""
     with _lock:
-        inbox = _inboxes.get(loop)
-        if inbox is None:
-            # Loops that closed are let go of, with the memory of their operations, once those have finished.
-            for closed in [other for other in _inboxes if other.is_closed()]:
-                _inboxes[closed].deliver()
-                if not _inboxes[closed].pending:
-                    del _inboxes[closed]
-            inbox = _inboxes[loop] = _Inbox(loop)
-        return inbox
+        closed = [(loop, inbox) for loop, inbox in _inboxes.items() if loop.is_closed()]
+        for loop, inbox in closed:
+            inbox.deliver()
+            if not inbox.pending:
+                del _inboxes[loop]
 
 
 async def operation(start: Callable[[_kvtier.Completions, int], _kvtier.Operation]) -> Any:

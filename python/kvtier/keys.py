@@ -57,6 +57,8 @@ def chain_in(
     space: _kvtier.Space, tokens: Tokens, block_tokens: int, extras: Extras | None, partial: bool
 ) -> list[bytes]:
     """As :func:`chain`, in a namespace that is open already."""
+    if block_tokens < 1:
+        raise InvalidBlockError(f"block_tokens={block_tokens} was given; a block has at least 1 token")
     ids = token_array(tokens)
     blocks = -(-len(ids) // block_tokens) if partial else len(ids) // block_tokens
     return space.chain(ids, block_tokens, partial, _extras(extras, blocks))

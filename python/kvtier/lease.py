@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from kvtier import _kvtier
+from kvtier.errors import ConfigError
 
 __all__ = ["Lease"]
 
@@ -44,13 +45,23 @@ class Lease:
                 own. Default: at once.
 
         Does not block.
+
+        Raises:
+            ConfigError: for an ``after`` that cannot be waited for; nothing is released.
         """
+        wait: Callable[[], object] | None = None
+        if after is not None:
+            wait = getattr(after, "synchronize", None) or getattr(after, "wait", None) or after
+            if not callable(wait):
+                raise ConfigError(
+                    f"after={after!r} was given; it needs synchronize() or wait(), or must be callable: pass the event "
+                    "that the copy records"
+                )
         held = self.blocks, self.views, self._native
         self.blocks, self.views = [], []
-        if after is None:
+        if wait is None:
             self._native.release()
             return
-        wait: Callable[[], object] = getattr(after, "synchronize", None) or getattr(after, "wait", None) or after
 
         def hold(blocks: object = held) -> None:
             try:

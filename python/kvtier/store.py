@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -439,29 +440,26 @@ class Store(Namespace):
             ``"deadline"`` the key's buffer may still be written to: do not use it until that is 0. The memory is kept
             until the store is closed.
         """
-        try:
-            return self._core.register_region(buffer)
-        except (BufferError, TypeError) as error:
-            raise InvalidBlockError(
-                f"a {type(buffer).__name__} was given; a region is writable contiguous memory ({error})"
-            ) from None
+        return self._core.register_region(buffer)
 
-    def prefaulted(
-        self, progress: Callable[[int, int], None] | None = None, timeout: float | None = None
-    ) -> bool:
-        """Block until all memory is backed, or for ``timeout`` seconds (default 30); whether it is.
+    def prefaulted(self, progress: Callable[[int, int], None] | None = None, timeout: float | None = None) -> bool:
+        """Block until all memory is backed; whether it is.
 
         Args:
             progress: called on this thread with (bytes done, bytes in all) as it goes on.
+            timeout: how long to wait.
         """
+        self._core.contains(self._space, [])  # refuses a store that is closed
         return self._progress.wait(progress, timeout)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Write every block that is only in memory to NVMe, and block until all of it is durable. Blocks that do not fit
-        there, or into the write budget, are left. Without an NVMe tier it does nothing.
+        """Write every block that is only in memory to NVMe, and block until all of it is durable. Without an NVMe tier it
+        does nothing.
 
         Raises:
             DeadlineError: not done in time; what was written is kept.
+            FullError: some blocks fit neither there nor into the write budget, and stay in memory only; the others are
+                durable.
             StorageError: the device failed.
         """
         self._core.flush(timeout)
@@ -482,13 +480,15 @@ class Store(Namespace):
 
     def close(self, timeout: float | None = None) -> None:
         """Flush, end all threads and let go of the directory. Blocks for at most ``timeout`` seconds (default 30), even
-        if a device hangs. Leases stay valid. Closing twice is allowed.
+        if a device hangs. Leases stay valid; blocks that fit neither on NVMe nor into the write budget are lost. Closing
+        twice is allowed.
 
         Raises:
             DeadlineError: not all was written in time.
             StorageError: the device failed.
         """
         self._core.close(timeout)
+        aio.sweep()
 
     def __enter__(self) -> Self:
         return self
@@ -514,14 +514,18 @@ def _span(what: Literal["layers", "tokens"], span: Span) -> tuple[int, int] | No
     match span:
         case None:
             return None
-        case range() if span.step == 1:
-            pair: tuple[Any, Any] = (span.start, span.stop)
-        case slice() if span.step in (None, 1):
-            pair = (span.start, span.stop)
+        case range() | slice() if span.step in (None, 1):
+            ends: tuple[Any, Any] = (span.start, span.stop)
         case (start, stop):
-            pair = (start, stop)
+            ends = (start, stop)
         case _:
-            pair = (None, None)
-    if not all(isinstance(end, int) and 0 <= end < 2**32 for end in pair):
-        raise InvalidBlockError(f"{what}={span!r} was given; allowed are range(start, stop) or (start, stop), from 0 on")
-    return pair
+            ends = (None, None)
+    try:
+        first, last = map(operator.index, ends)
+    except TypeError:
+        first, last = -1, -1
+    if not (0 <= first < 2**32 and 0 <= last < 2**32):
+        raise InvalidBlockError(
+            f"{what}={span!r} was given; allowed are range(start, stop) or (start, stop), from 0 on"
+        )
+    return first, last

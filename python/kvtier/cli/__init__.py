@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import click
 
+from kvtier.cli.bench import bench
 from kvtier.cli.check import check, stats
 from kvtier.cli.demo import demo, demo_restart
 from kvtier.cli.info import info
+from kvtier.cli.kappa import kappa
 from kvtier.cli.output import Failure
 from kvtier.errors import KvtierError
 
@@ -29,5 +31,5 @@ def main() -> None:
     """Keep the KV cache of LLM inference in DRAM, CXL memory and NVMe, and serve it back verified."""
 
 
-for command in (demo, demo_restart, info, check, stats):
+for command in (demo, demo_restart, bench, info, check, stats, kappa):
     main.add_command(command)

@@ -62,7 +62,7 @@ pub(crate) struct Direct {
 }
 
 impl Inner {
-    /// Starts a direct read. `None`: no room for the parts that are not the caller's.
+    /// Starts a direct read. `None`: no room now for the parts that are not the caller's.
     pub(crate) fn read_direct(
         &self,
         block: Known,
@@ -70,7 +70,6 @@ impl Inner {
         shape: Shape,
         cold: Cold,
         part: Part,
-        deadline: Instant,
     ) -> Option<Direct> {
         let nvme = &self.cold.as_ref()?.tier;
         let (at, len) = match &part {
@@ -86,7 +85,10 @@ impl Inner {
         let scratch_len = tail_len + if in_place { 0 } else { len };
         let scratch = match scratch_len {
             0 => None,
-            bytes => Some(self.reserve(0, (bytes / PAGE) as u32, deadline).ok()?),
+            bytes => {
+                let pages = (bytes / PAGE) as u32;
+                Some(self.reserve(0, pages, Instant::now()).ok()?.temporary())
+            }
         };
         let scratch_ptr = scratch.as_ref().map_or(std::ptr::null_mut(), Pin::ptr);
         let body_ptr = match &part {

@@ -64,7 +64,7 @@ impl Entry {
     pub fn new(id: Id, parent: Option<&Id>, namespace: u64, shape: Shape, importance: f32) -> Self {
         Entry {
             id,
-            parent: parent.map(|id| half(id)),
+            parent: parent.map(half),
             namespace,
             shape,
             importance,
@@ -86,6 +86,11 @@ impl Entry {
         self.cold.is_some() || self.memory[tier + 1..].iter().any(|&s| s != NOWHERE)
     }
 
+    /// Does any tier but memory tier `tier` hold it too?
+    pub fn is_beside(&self, tier: usize) -> bool {
+        self.is_below(tier) || self.memory[..tier].iter().any(|&s| s != NOWHERE)
+    }
+
     /// 64 bits that recognise the block.
     pub fn fingerprint(&self) -> u64 {
         u64::from_le_bytes(first(&self.id))
@@ -104,6 +109,21 @@ fn first<const N: usize>(id: &Id) -> [u8; N] {
 /// The hash of an id, from its first half: ids are uniform, so eight of their bytes will do.
 fn hash(id: &[u8]) -> u64 {
     u64::from_le_bytes(std::array::from_fn(|i| id[i + 8]))
+}
+
+/// Makes `vec` long enough for place `at`. It grows by an eighth at a time: memory that is counted
+/// must not jump.
+pub(crate) fn grow<T: Clone>(vec: &mut Vec<T>, at: usize, fill: T) {
+    if at >= vec.len() {
+        make_room(vec, at + 1);
+        vec.resize(at + 1, fill);
+    }
+}
+
+fn make_room<T>(vec: &mut Vec<T>, len: usize) {
+    if len > vec.capacity() {
+        vec.reserve_exact(len + len / 8 + 1 - vec.len());
+    }
 }
 
 /// Part of the index under one lock.
@@ -203,6 +223,8 @@ impl Shard {
                 local
             }
             None => {
+                let len = self.entries.len() + 1;
+                make_room(&mut self.entries, len);
                 self.entries.push(Some(entry));
                 self.entries.len() as u32 - 1
             }
@@ -223,6 +245,8 @@ impl Shard {
         {
             slot.remove();
         }
+        let len = self.vacant.len() + 1;
+        make_room(&mut self.vacant, len);
         self.vacant.push(local as u32);
         Some(entry)
     }

@@ -298,7 +298,7 @@ impl Store {
         Ok(job)
     }
 
-    /// Runs `task` on a worker once these blocks are in memory, or known not to come by `deadline`:
+    /// Runs `task` on a thread for that once these blocks are in memory, or known not to come by `deadline`:
     /// an asynchronous read, without a thread that waits.
     pub fn after_loading(
         &self,
@@ -310,7 +310,7 @@ impl Store {
         const FIRST: i32 = i32::MAX; // somebody waits for it
         let job = self.prefetch(ns, keys, usize::MAX, Some(deadline), FIRST)?;
         let inner = self.inner.clone();
-        job.on_done(Box::new(move || inner.workers.spawn(task)));
+        job.on_done(Box::new(move || inner.readers.spawn(task)));
         Ok(())
     }
 
@@ -384,6 +384,7 @@ impl Inner {
         match self.load(known, urgent, false, deadline) {
             Found::Resident => job.set(i, Ok(self.memory[0].name)),
             Found::Nowhere => job.set(i, Err(Miss::Absent)),
+            Found::Failed(miss) => job.set(i, Err(miss)),
             Found::Flying(flight) => {
                 self.prefetcher.state.lock().in_flight += bytes;
                 let (inner, job) = (self.clone(), job.clone());

@@ -3,11 +3,14 @@
 //! It knows nothing of Python and nothing of CUDA. [`store::Store`] is the whole of it to a user;
 //! its verbs live in [`put`], [`read`] and [`jobs`].
 
+mod adopt;
+mod ahead;
 pub mod arena;
+mod cold;
 pub mod config;
 mod direct;
 pub mod error;
-mod fork;
+pub mod fork;
 pub mod index;
 pub mod jobs;
 pub mod key;
@@ -21,6 +24,8 @@ pub mod policy;
 pub mod put;
 pub mod read;
 pub mod reader;
+mod region;
+mod report;
 mod space;
 pub mod stats;
 pub mod store;

@@ -39,6 +39,14 @@ pub enum Miss {
 }
 
 impl Miss {
+    /// It says nothing of the block itself: another, more patient caller may have it.
+    pub(crate) fn is_passing(self) -> bool {
+        matches!(
+            self,
+            Miss::Absent | Miss::Deadline | Miss::Full | Miss::Cancelled
+        )
+    }
+
     /// The reason's name in results.
     pub fn name(self) -> &'static str {
         match self {
@@ -59,7 +67,9 @@ pub type Landing = Result<(), Miss>;
 type Callback = Box<dyn FnOnce(Landing) + Send>;
 
 enum Phase {
-    /// The slot is being reserved or read into.
+    /// Whoever started it waits for a slot.
+    Reserving,
+    /// The slot is being read into.
     Reading,
     /// The image is in the slot; nobody has looked at it yet.
     Arrived(Pin),
@@ -92,6 +102,8 @@ pub(crate) enum Found {
     Resident,
     /// It is on its way.
     Flying(Arc<Flight>),
+    /// The caller started a flight, and it ended at once.
+    Failed(Miss),
     /// It is not to be had.
     Nowhere,
 }
@@ -121,6 +133,11 @@ impl Flight {
         } else {
             state.callbacks.push(callback);
         }
+    }
+
+    /// Is its slot still waited for? Then it may be the caller's own slots that are in its way.
+    pub(crate) fn is_reserving(&self) -> bool {
+        matches!(self.state.lock().phase, Phase::Reserving)
     }
 
     fn claim(state: &mut State) -> Option<Pin> {
@@ -213,7 +230,7 @@ pub(crate) fn memory_root(id: &Id, shape: Shape, image: &[u8], table: Option<&[S
 
 impl Inner {
     /// Finds the block in memory, joins its flight, or starts one. Waits until `deadline` for a
-    /// slot to load it into.
+    /// slot to load it into; see [`Inner::reserve`].
     pub(crate) fn load(
         self: &Arc<Self>,
         block: Known,
@@ -249,7 +266,7 @@ impl Inner {
                 cold,
                 started: Instant::now(),
                 state: Mutex::new(State {
-                    phase: Phase::Reading,
+                    phase: Phase::Reserving,
                     watchers: usize::from(watch),
                     callbacks: Vec::new(),
                 }),
@@ -261,19 +278,21 @@ impl Inner {
         self.stats.loads.add(1);
         if flight.cold.codec != 0 {
             self.land(&flight, Err(Miss::Codec));
-            return Found::Flying(flight);
+            return Found::Failed(Miss::Codec);
         }
         let pin = match self.reserve(0, flight.shape.pages(), deadline) {
             Ok(pin) => pin,
             Err(error) => {
                 let miss = match error.kind() {
                     Kind::Deadline => Miss::Deadline,
+                    Kind::Closed => Miss::Cancelled,
                     _ => Miss::Full,
                 };
                 self.land(&flight, Err(miss));
-                return Found::Flying(flight);
+                return Found::Failed(miss);
             }
         };
+        flight.state.lock().phase = Phase::Reading;
         let len = flight.shape.image_len();
         // SAFETY: the slot has the image's length, and is ours alone until it is published.
         let buf = unsafe { IoBuf::new(pin.ptr(), len, Arc::new(pin.clone())) };

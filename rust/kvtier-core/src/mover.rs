@@ -5,55 +5,95 @@
 //! publishes the new place and frees the old one.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use hashbrown::HashSet;
+use hashbrown::{HashMap, HashSet};
 use kvtier_codec::checksum::copy;
 use kvtier_codec::image::{self, Id, Root};
 use kvtier_nvme::IoBuf;
-use kvtier_nvme::{Slot, Write};
+use kvtier_nvme::{Clock, Write};
 use parking_lot::{Condvar, Mutex};
 
 use crate::arena::Pin;
-use crate::config::DEFAULT_TIMEOUT;
-use crate::error::{Error, Kind, Result};
+use crate::cold::Room;
+use crate::error::Kind;
 use crate::index::{Cold, Entry, MEMORY_TIERS, NOWHERE};
-use crate::load::{Miss, memory_root};
+use crate::load::memory_root;
 use crate::order::Known;
 use crate::policy::Handle;
-use crate::space::Left;
+use crate::space::{Force, Left};
 use crate::store::Inner;
 
-/// Bytes that may be on their way to NVMe at once.
+/// Bytes that may be on their way to NVMe at once, and at most this part of the memory they come
+/// from: a device that hangs keeps them. One block may always go.
 const IN_FLIGHT: usize = 32 << 20;
+const PART: usize = 4;
+
+/// How long a write may take before NVMe counts as stalled, and is bypassed until it answers.
+const STALL: Duration = Duration::from_secs(5);
 
 /// Why a block is written below.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Why {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
     /// To make room: it leaves the tier above.
     Demote,
-    /// To keep it: it stays above too.
-    Persist,
+    /// To keep it, in the room that there is: it stays above too.
+    Persist(Room),
 }
 
-#[derive(Default)]
+/// What became of a block that should be written to NVMe.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sent {
+    /// It is under way, or did not hold what was put and was dropped.
+    Away,
+    /// There is no room for it there, or it must not be written.
+    Refused,
+    /// Too much was under way until the deadline.
+    Late,
+}
+
 struct State {
     awake: bool,
     stop: bool,
-    /// Blocks whose write is under way.
-    writing: HashSet<Handle>,
+    /// Blocks whose write is under way: the number of the write, and when it began.
+    writing: HashMap<Known, (u64, Instant)>,
+    /// Writes begun so far.
+    begun: u64,
     in_flight: usize,
     /// Blocks that stand in the way of a hole.
     requests: Vec<(usize, Handle)>,
-    /// Pages that somebody waits for in each memory tier.
+    /// The hole, in pages, that somebody waits for in each memory tier.
     wanted: [u32; MEMORY_TIERS],
 }
 
 /// The mover's mailbox, and its account of what is under way.
-#[derive(Default)]
 pub(crate) struct Mover {
     state: Mutex<State>,
     changed: Condvar,
+    /// The oldest write under way does not come back.
+    stalled: AtomicBool,
+    limit: usize,
+}
+
+impl Mover {
+    /// For blocks that come from a memory tier of so many bytes.
+    pub(crate) fn new(memory: usize) -> Self {
+        Mover {
+            limit: IN_FLIGHT.min(memory / PART),
+            state: Mutex::new(State {
+                awake: false,
+                stop: false,
+                writing: HashMap::new(),
+                begun: 0,
+                in_flight: 0,
+                requests: Vec::new(),
+                wanted: [0; MEMORY_TIERS],
+            }),
+            changed: Condvar::new(),
+            stalled: AtomicBool::new(false),
+        }
+    }
 }
 
 /// How many bytes a day may be written, spent as they come.
@@ -78,12 +118,15 @@ impl Budget {
     fn refill(&self, now: Instant) -> parking_lot::MutexGuard<'_, (f64, Instant)> {
         let mut state = self.state.lock();
         let passed = now.saturating_duration_since(state.1).as_secs_f64();
-        *state = ((state.0 + passed * self.per_second).min(self.burst), now);
+        *state = (
+            (state.0 + passed * self.per_second).min(self.burst),
+            state.1.max(now),
+        );
         state
     }
 
     /// Could `bytes` be spent now?
-    fn allows(&self, bytes: usize, now: Instant) -> bool {
+    pub(crate) fn allows(&self, bytes: usize, now: Instant) -> bool {
         self.refill(now).0 >= bytes as f64
     }
 
@@ -121,7 +164,7 @@ impl Mover {
         }
     }
 
-    /// Asks for so many free pages in a tier, whatever its watermarks.
+    /// Asks for a hole of so many pages in a tier, whatever its watermarks.
     pub(crate) fn press(&self, tier: usize, pages: u32) {
         let mut state = self.state.lock();
         state.wanted[tier] = state.wanted[tier].max(pages);
@@ -145,31 +188,102 @@ impl Mover {
         self.changed.notify_all();
     }
 
-    fn begin(&self, h: Handle, bytes: usize) -> bool {
-        let mut state = self.state.lock();
-        let fresh = state.writing.insert(h);
-        if fresh {
-            state.in_flight += bytes;
-        }
-        fresh
+    fn is_stopped(&self) -> bool {
+        self.state.lock().stop
     }
 
-    fn end(&self, h: Handle, bytes: usize) {
+    /// Notes that a block's write begins, once few enough bytes are under way. `None`: it is under
+    /// way already. `Some(false)`: too many were, until `deadline`, [`Mover::stop`], or a stall.
+    fn begin(
+        &self,
+        known: Known,
+        bytes: usize,
+        deadline: Instant,
+        clock: &dyn Clock,
+    ) -> Option<bool> {
         let mut state = self.state.lock();
-        state.writing.remove(&h);
+        loop {
+            if state.writing.contains_key(&known) {
+                return None;
+            }
+            if state.in_flight == 0 || state.in_flight + bytes <= self.limit {
+                break;
+            }
+            if state.stop
+                || self.is_late(&state, clock.now())
+                || self.changed.wait_until(&mut state, deadline).timed_out()
+            {
+                return Some(false);
+            }
+        }
+        let number = state.begun;
+        state.begun += 1;
+        state.in_flight += bytes;
+        state.writing.insert(known, (number, clock.now()));
+        Some(true)
+    }
+
+    /// Is nothing under way, or about to be?
+    pub(crate) fn is_idle(&self) -> bool {
+        let state = self.state.lock();
+        state.in_flight == 0 && state.requests.is_empty()
+    }
+
+    fn end(&self, known: Known, bytes: usize) {
+        let mut state = self.state.lock();
+        state.writing.remove(&known);
         state.in_flight -= bytes;
+        self.stalled.store(false, Ordering::Relaxed);
         self.changed.notify_all();
     }
 
-    /// Waits until at most `bytes` are under way, or `deadline`.
-    fn drain(&self, bytes: usize, deadline: Instant) -> bool {
+    /// Waits until all writes that have begun are complete; false if they are not by `deadline`.
+    pub(crate) fn settle(&self, deadline: Instant) -> bool {
         let mut state = self.state.lock();
-        while state.in_flight > bytes {
+        let begun = state.begun;
+        while state.writing.values().any(|&(number, _)| number < begun) {
             if self.changed.wait_until(&mut state, deadline).timed_out() {
-                return state.in_flight <= bytes;
+                return state.writing.values().all(|&(number, _)| number >= begun);
             }
         }
         true
+    }
+
+    /// Looks whether the writes under way come back.
+    fn look(&self, now: Instant) {
+        self.is_late(&self.state.lock(), now);
+    }
+
+    fn is_late(&self, state: &State, now: Instant) -> bool {
+        let late = state
+            .writing
+            .values()
+            .any(|&(_, began)| now.saturating_duration_since(began) > STALL);
+        self.stalled.store(late, Ordering::Relaxed);
+        late
+    }
+
+    /// Do writes not come back?
+    pub(crate) fn is_stalled(&self) -> bool {
+        self.stalled.load(Ordering::Relaxed)
+    }
+}
+
+/// What a write holds until its device lets go of the buffer: only then is it over.
+struct Leaving {
+    inner: Arc<Inner>,
+    block: Known,
+    bytes: usize,
+    pin: Option<Pin>,
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        self.pin = None;
+        self.inner.mover.end(self.block, self.bytes);
+        for memory in &self.inner.memory {
+            memory.arena.notify();
+        }
     }
 }
 
@@ -177,7 +291,7 @@ impl Inner {
     /// The mover's thread.
     pub(crate) fn run_mover(self: &Arc<Self>) {
         loop {
-            let (requests, wanted) = {
+            let wanted = {
                 let mut state = self.mover.state.lock();
                 while !state.awake && !state.stop {
                     self.mover.changed.wait(&mut state);
@@ -186,49 +300,86 @@ impl Inner {
                     return;
                 }
                 state.awake = false;
-                (
-                    std::mem::take(&mut state.requests),
-                    std::mem::take(&mut state.wanted),
-                )
+                std::mem::take(&mut state.wanted)
             };
-            for (tier, h) in requests {
-                self.demote(tier, h);
-            }
+            self.mover.look(self.clock.now());
             for tier in (0..self.memory.len()).rev() {
+                self.demote_requested(tier);
                 if wanted[tier] > 0 || self.is_above(tier, self.high) {
                     self.demote_to_low(tier, wanted[tier]);
                 }
-                self.memory[tier].arena.notify();
             }
         }
     }
 
-    /// Moves victims down until the tier is at its low watermark and `wanted` pages are free,
-    /// counting what is under way.
+    /// Moves the blocks down that stand in the way of a hole.
+    fn demote_requested(self: &Arc<Self>, tier: usize) {
+        let requests = {
+            let mut state = self.mover.state.lock();
+            let all = std::mem::take(&mut state.requests);
+            let (mine, others) = all.into_iter().partition(|request| request.0 == tier);
+            state.requests = others;
+            mine
+        };
+        let requests: Vec<(usize, Handle)> = requests;
+        let mut stayed = false;
+        for (_, h) in requests {
+            stayed |= !self.demote(tier, h);
+        }
+        if stayed {
+            self.memory[tier].arena.notify(); // whoever asked must find another way
+        }
+    }
+
+    /// Moves victims down until the tier is at its low watermark, counting what is under way, and
+    /// somewhat further if somebody waits for a hole of `wanted` pages that did not appear.
     fn demote_to_low(self: &Arc<Self>, tier: usize, wanted: u32) {
         const BATCH: usize = 16;
         let arena = &self.memory[tier].arena;
-        if tier + 1 == self.memory.len() && self.cold.is_none() {
-            return; // nothing below: whoever needs room evicts
+        if !self.has_below(tier) {
+            return; // whoever needs room evicts
         }
-        loop {
-            let (writing, going, stop) = {
-                let state = self.mover.state.lock();
-                let going = (state.in_flight / image::PAGE) as u32;
-                (state.writing.clone(), going, state.stop)
+        let writes = tier + 1 == self.memory.len();
+        let mut wanted = wanted.min(arena.pages());
+        let free = arena.free_pages();
+        if wanted > 0 && free >= wanted && (!writes || self.mover.is_idle()) {
+            wanted = free + (wanted / 8).max(1); // there are enough pages, but not side by side
+        }
+        let share = |used: f64| ((1.0 - used) * f64::from(arena.pages())) as u32;
+        let (least, goal) = (share(self.high).max(wanted), share(self.low).max(wanted));
+        // Pages that are free or will be; `None` to stop.
+        let free = || {
+            let state = self.mover.state.lock();
+            let going = if writes && !self.mover.is_stalled() {
+                (state.in_flight / image::PAGE) as u32
+            } else {
+                0
             };
-            let low = ((1.0 - self.low) * f64::from(arena.pages())) as u32;
-            if stop || arena.free_pages() + going >= low.max(wanted) {
-                return;
-            }
+            (!state.stop).then(|| arena.free_pages() + going)
+        };
+        while free().is_some_and(|free| free < goal) {
+            let writing: HashSet<Handle> = {
+                let state = self.mover.state.lock();
+                state.writing.keys().map(|known| known.0).collect()
+            };
             let mut victims = Vec::with_capacity(BATCH);
             self.order.lock().policy(tier).victims(
                 BATCH,
                 &mut |h| !writing.contains(&h),
                 &mut victims,
             );
-            let moved = victims.iter().filter(|&&h| self.demote(tier, h)).count();
-            if moved == 0 {
+            let mut moved = false;
+            for h in victims {
+                let pages = self.index.shard(h).get(h).map_or(0, |e| e.shape.pages());
+                match free() {
+                    Some(free) if free < least => {}
+                    // A large block for the sake of a few pages would leave too much empty.
+                    Some(free) if free < goal && pages / 2 <= goal - free => {}
+                    _ => return,
+                }
+                moved |= self.demote(tier, h);
+            }
+            if !moved {
                 return; // all that is left is held, or the tier below takes nothing
             }
         }
@@ -243,16 +394,19 @@ impl Inner {
     }
 
     /// Could this block be written to NVMe now?
-    fn can_write(&self, entry: &Entry) -> bool {
-        let bytes = entry.shape.image_len();
+    pub(crate) fn can_write(&self, entry: &Entry) -> bool {
         self.cold.as_ref().is_some_and(|cold| {
             !cold.is_failed()
+                && !self.mover.is_stalled()
                 && entry.shape.pages() <= cold.tier.max_slot_pages()
-                && cold
-                    .budget
-                    .as_ref()
-                    .is_none_or(|b| b.allows(bytes, self.clock.now()))
+                && !self.is_unaffordable(entry)
         })
+    }
+
+    /// Does the write budget alone keep this block from NVMe?
+    pub(crate) fn is_unaffordable(&self, entry: &Entry) -> bool {
+        let budget = self.cold.as_ref().and_then(|cold| cold.budget.as_ref());
+        budget.is_some_and(|b| !b.allows(entry.shape.image_len(), self.clock.now()))
     }
 
     /// Moves a victim to the tier below. False: it stays where it is.
@@ -262,7 +416,7 @@ impl Inner {
             let Some(entry) = shard.get(h).filter(|e| e.memory[tier] != NOWHERE) else {
                 return true;
             };
-            if entry.is_below(tier) || !self.can_demote(tier, entry) {
+            if entry.is_beside(tier) || !self.can_demote(tier, entry) {
                 drop(shard);
                 return self.give_up(tier, h);
             }
@@ -272,24 +426,48 @@ impl Inner {
             (entry.clone(), pin)
         };
         if tier + 1 < self.memory.len() {
-            self.copy_down(tier, h, &entry, pin)
-        } else {
-            self.write_down(tier, h, entry, pin, Why::Demote)
+            return self.copy_down(tier, h, &entry, pin);
+        }
+        let deadline = Instant::now() + STALL;
+        match self.write_down(tier, h, entry, pin, Why::Demote, deadline) {
+            Sent::Away => true,
+            Sent::Refused => self.give_up(tier, h),
+            Sent::Late => {
+                self.mover.look(self.clock.now());
+                false
+            }
         }
     }
 
     /// Evicts a victim that cannot be, or need not be, written below.
     fn give_up(&self, tier: usize, h: Handle) -> bool {
-        matches!(self.evict(tier, h, true), Left::Freed | Left::Gone)
+        let force = Force {
+            dirty: true,
+            ..Force::default()
+        };
+        matches!(self.evict(tier, h, force), Left::Freed | Left::Gone)
     }
 
     /// Copies a block to the next memory tier and frees it here.
     fn copy_down(self: &Arc<Self>, tier: usize, h: Handle, entry: &Entry, pin: Pin) -> bool {
         let below = tier + 1;
-        let deadline = Instant::now() + Duration::from_secs(1);
-        let Ok(new) = self.reserve(below, entry.shape.pages(), deadline) else {
-            drop(pin);
-            return self.give_up(tier, h);
+        // Nobody else makes room there: this is the mover's own thread.
+        let reserved = self.reserve_pressing(
+            below,
+            entry.shape.pages(),
+            Instant::now() + STALL,
+            &mut |wanted, _| {
+                self.mover.look(self.clock.now());
+                self.demote_requested(below);
+                self.demote_to_low(below, wanted);
+            },
+        );
+        let new = match reserved {
+            Ok(new) => new,
+            Err(error) => {
+                drop(pin);
+                return error.kind() != Kind::Closed && self.give_up(tier, h);
+            }
         };
         let len = entry.shape.image_len();
         // SAFETY: the new slot is ours alone and `len` long; the old one is pinned and complete.
@@ -322,59 +500,65 @@ impl Inner {
         true
     }
 
-    /// Starts a block's write to NVMe. False: it stays where it is.
-    fn write_down(
+    /// Starts a block's write to NVMe.
+    pub(crate) fn write_down(
         self: &Arc<Self>,
         tier: usize,
         h: Handle,
         entry: Entry,
         pin: Pin,
         why: Why,
-    ) -> bool {
+        deadline: Instant,
+    ) -> Sent {
         let Some(cold) = &self.cold else {
-            return false;
+            return Sent::Refused;
         };
         let len = entry.shape.image_len();
-        if !self.mover.begin(h, len) {
-            return true; // under way already
+        let known = (h, entry.epoch);
+        match self.mover.begin(known, len, deadline, &*self.clock) {
+            None => return Sent::Away,
+            Some(false) => return Sent::Late,
+            Some(true) => {}
         }
-        let deadline = Instant::now() + DEFAULT_TIMEOUT;
-        self.mover.drain(IN_FLIGHT.max(len), deadline);
-        let affordable = |slot: &Slot| {
-            let spent = cold
-                .budget
-                .as_ref()
-                .is_none_or(|b| b.spend(len, self.clock.now()));
-            if !spent {
-                self.stats.over_budget.add(1);
-                cold.tier.abandon(*slot);
-            }
-            spent
+        let room = match why {
+            Why::Demote => Room::Coldest,
+            Why::Persist(room) => room,
         };
-        let Some(slot) = self.reserve_cold(entry.shape.pages()).filter(affordable) else {
-            self.mover.end(h, len);
-            drop(pin);
-            return why == Why::Demote && self.give_up(tier, h);
+        let stop = || why == Why::Demote && self.mover.is_stopped();
+        let Some(slot) = self.reserve_cold(entry.shape.pages(), room, deadline, &stop) else {
+            self.mover.end(known, len);
+            return if stop() { Sent::Late } else { Sent::Refused };
         };
+        let affordable = |b: &Budget| b.spend(len, self.clock.now());
+        if !cold.budget.as_ref().is_none_or(affordable) {
+            cold.tier.abandon(slot);
+            self.mover.end(known, len);
+            return Sent::Refused;
+        }
         // SAFETY: a published image, pinned.
         let bytes = unsafe { pin.bytes(len) };
         // A zero-copy lease may have been written to: never let that reach the disk unseen.
         let Some(root) = cold_root(&entry, bytes, slot.generation) else {
             cold.tier.abandon(slot);
-            self.mover.end(h, len);
-            self.lose_memory((h, entry.epoch), tier, pin.start());
-            return true;
+            self.mover.end(known, len);
+            self.lose_memory(known, tier, pin.start());
+            return Sent::Away;
         };
         let place = Cold {
             slot,
             root,
             codec: 0,
         };
-        let start = pin.start();
+        let (start, ptr) = (pin.start(), pin.ptr());
+        let leaving = Leaving {
+            inner: self.clone(),
+            block: known,
+            bytes: len,
+            pin: Some(pin),
+        };
         // SAFETY: the slot has the image's length; pinned slots are not written to.
-        let buf = unsafe { IoBuf::new(pin.ptr(), len, Arc::new(pin)) };
+        let buf = unsafe { IoBuf::new(ptr, len, Arc::new(leaving)) };
         let inner = self.clone();
-        let known = (h, entry.epoch);
         let id = entry.id;
         cold.tier.write(Write {
             slot,
@@ -386,18 +570,12 @@ impl Inner {
             importance: entry.importance,
             root,
             buf,
-            done: Box::new(move |result| {
-                match result {
-                    Ok(()) => inner.publish_cold(known, &id, place, (tier, start), why),
-                    Err(_) => inner.cold_error(),
-                }
-                inner.mover.end(h, len);
-                for memory in &inner.memory {
-                    memory.arena.notify();
-                }
+            done: Box::new(move |result| match result {
+                Ok(()) => inner.publish_cold(known, &id, place, (tier, start), why),
+                Err(_) => inner.cold_error(),
             }),
         });
-        true
+        Sent::Away
     }
 
     /// A block's bytes are on NVMe: names the place, and frees the slot above if nobody reads it.
@@ -417,201 +595,13 @@ impl Inner {
         cold.tier.set_owner(place.slot, h);
         self.insert_order(self.memory.len(), h, entry);
         cold.stats.inserts.add(1);
-        // The write itself may still hold one pin.
+        // The write itself still holds one pin.
         if why == Why::Demote && entry.memory[tier] == start && memory.arena.pins(start) <= 1 {
             entry.memory[tier] = NOWHERE;
             self.order.lock().policy(tier).on_remove(h);
             memory.stats.demotions.add(1);
             memory.arena.retire(start);
         }
-    }
-
-    /// A slot on NVMe; evicts what is coldest there until there is room.
-    fn reserve_cold(&self, pages: u32) -> Option<Slot> {
-        let cold = self.cold.as_ref()?;
-        for _ in 0..256 {
-            if let Some(slot) = cold.tier.reserve(pages) {
-                return Some(slot);
-            }
-            if cold.is_failed() || pages > cold.tier.max_slot_pages() {
-                return None;
-            }
-            let soon = cold.tier.free_soon_pages();
-            if soon >= u64::from(pages) {
-                // A freed slot is reused only once the record that frees it is durable.
-                cold.tier
-                    .flush(Some(Instant::now() + Duration::from_secs(5)))
-                    .ok()?;
-                if let Some(slot) = cold.tier.reserve(pages) {
-                    return Some(slot);
-                }
-            }
-            let mut victims = Vec::new();
-            if cold.tier.free_pages() >= u64::from(pages) {
-                victims = cold.tier.window(pages);
-            }
-            let mut freed = 0;
-            for h in victims {
-                freed += u32::from(self.evict_cold(h));
-            }
-            if freed == 0 {
-                let mut victims = Vec::new();
-                self.order.lock().policy(self.memory.len()).victims(
-                    64,
-                    &mut |_| true,
-                    &mut victims,
-                );
-                let mut pages_freed = 0;
-                for h in victims {
-                    // Twice what is needed: the next writer finds room without waiting.
-                    if pages_freed >= 2 * pages {
-                        break;
-                    }
-                    let shape = self.index.shard(h).get(h).map(|e| e.shape.pages());
-                    if self.evict_cold(h) {
-                        pages_freed += shape.unwrap_or(0);
-                        freed += 1;
-                    }
-                }
-            }
-            if freed == 0 && soon == 0 {
-                return None;
-            }
-            cold.tier
-                .flush(Some(Instant::now() + Duration::from_secs(5)))
-                .ok()?;
-        }
-        None
-    }
-
-    /// Takes a block off NVMe. False: it stays, since others follow it that are kept above.
-    fn evict_cold(&self, h: Handle) -> bool {
-        let Some(cold) = &self.cold else {
-            return false;
-        };
-        let mut shard = self.index.shard(h);
-        let Some(entry) = shard.get_mut(h) else {
-            return false;
-        };
-        let Some(place) = entry.cold else {
-            return false;
-        };
-        let id = entry.id;
-        let mut order = self.order.lock();
-        if entry.in_memory().is_some() {
-            entry.cold = None;
-            order.policy(self.memory.len()).on_remove(h);
-            cold.tier.remove(place.slot, &id);
-            cold.stats.drops.add(1);
-        } else if order.has_children(h) {
-            order.policy(self.memory.len()).on_hit(h);
-            return false;
-        } else {
-            self.drop_entry(&mut shard, &mut order, h);
-            cold.stats.evictions.add(1);
-        }
-        true
-    }
-
-    /// Writes every block that is only in memory to NVMe, parents first, and makes it durable.
-    pub(crate) fn persist(self: &Arc<Self>, deadline: Instant) -> Result<()> {
-        let Some(cold) = &self.cold else {
-            return Ok(());
-        };
-        let mut dirty: Vec<Known> = Vec::new();
-        self.index.for_each_shard(|shard| {
-            let handles: Vec<Handle> = shard.handles().collect();
-            dirty.extend(handles.into_iter().filter_map(|h| {
-                let entry = shard.get(h)?;
-                entry.cold.is_none().then_some((h, entry.epoch))
-            }));
-        });
-        let dirty = self.order.lock().parents_first(&dirty);
-        let late = || {
-            Error::new(
-                Kind::Deadline,
-                "not every block reached NVMe before the deadline. Wait longer; what was written is kept",
-            )
-        };
-        for known in dirty {
-            if Instant::now() >= deadline {
-                return Err(late());
-            }
-            self.persist_one(known);
-        }
-        if !self.mover.drain(0, deadline) {
-            return Err(late());
-        }
-        cold.tier.flush(Some(deadline)).map_err(Error::from)
-    }
-
-    fn persist_one(self: &Arc<Self>, (h, epoch): Known) {
-        let (entry, tier, pin) = {
-            let mut shard = self.index.shard(h);
-            let Some(entry) = shard.get_same(h, epoch).filter(|e| e.cold.is_none()) else {
-                return;
-            };
-            let entry = entry.clone();
-            let Some((tier, start)) = entry.in_memory() else {
-                return;
-            };
-            let Some(pin) = self.memory[tier].arena.pin(start) else {
-                return;
-            };
-            (entry, tier, pin)
-        };
-        if self.can_write(&entry) {
-            self.write_down(tier, h, entry, pin, Why::Persist);
-        }
-    }
-
-    /// Bytes in memory were not what was put: the slot is never used again, the block is dropped
-    /// there, and leaves the store if it lies nowhere else.
-    pub(crate) fn lose_memory(&self, (h, epoch): Known, tier: usize, start: u32) {
-        let memory = &self.memory[tier];
-        let mut shard = self.index.shard(h);
-        let Some(entry) = shard.get_same(h, epoch).filter(|e| e.memory[tier] == start) else {
-            return; // somebody saw it first
-        };
-        memory.stats.corrupt.add(1);
-        memory.arena.quarantine(start);
-        entry.memory[tier] = NOWHERE;
-        let nowhere = entry.in_memory().is_none() && entry.cold.is_none();
-        self.order.lock().policy(tier).on_remove(h);
-        memory.arena.retire(start);
-        drop(shard);
-        if nowhere {
-            self.remove_tree((h, epoch));
-        }
-    }
-
-    /// A place on NVMe failed a reader. Says what the reader should report: if the block has moved
-    /// meanwhile, the place was simply outdated.
-    pub(crate) fn lose_cold(&self, (h, epoch): Known, place: &Cold, miss: Miss) -> Miss {
-        let Some(cold) = &self.cold else {
-            return Miss::Absent;
-        };
-        let mut shard = self.index.shard(h);
-        let Some(entry) = shard
-            .get_same(h, epoch)
-            .filter(|e| e.cold.as_ref() == Some(place))
-        else {
-            return Miss::Absent;
-        };
-        entry.cold = None;
-        let nowhere = entry.in_memory().is_none();
-        let id = entry.id;
-        self.order.lock().policy(self.memory.len()).on_remove(h);
-        match miss {
-            Miss::Corrupt => cold.stats.corrupt.add(1),
-            _ => cold.stats.errors.add(1),
-        }
-        cold.tier.quarantine(place.slot, &id);
-        drop(shard);
-        if nowhere {
-            self.remove_tree((h, epoch));
-        }
-        miss
     }
 
     fn cold_error(&self) {
@@ -633,5 +623,59 @@ mod tests {
         assert!(!budget.spend(1, start));
         let later = start + Duration::from_secs(10);
         assert!(budget.allows(10_000, later) && !budget.allows(10_001, later));
+        assert!(!budget.allows(10_001, start) && !budget.allows(10_001, later));
+    }
+
+    struct Fixed(Instant);
+
+    impl Clock for Fixed {
+        fn now(&self) -> Instant {
+            self.0
+        }
+    }
+
+    #[test]
+    fn two_large_blocks_do_not_wait_for_each_other() {
+        let mover = Mover::new(1 << 20);
+        let now = Instant::now();
+        let begin = |h| mover.begin((h, 1), (1 << 18) + 1, now, &Fixed(now));
+        assert_eq!(begin(1), Some(true));
+        assert_eq!(begin(2), Some(false), "and nothing is counted for it");
+        mover.end((1, 1), (1 << 18) + 1);
+        assert_eq!(begin(2), Some(true));
+    }
+
+    #[test]
+    fn another_use_of_a_handle_is_another_block() {
+        let mover = Mover::new(1 << 20);
+        let now = Instant::now();
+        let begin = |epoch| mover.begin((1, epoch), 10, now, &Fixed(now));
+        assert_eq!(
+            (begin(1), begin(1), begin(2)),
+            (Some(true), None, Some(true))
+        );
+        assert!(!mover.settle(now));
+        mover.end((1, 1), 10);
+        mover.end((1, 2), 10);
+        assert!(mover.settle(now));
+    }
+
+    #[test]
+    fn a_write_that_does_not_come_back_is_noticed() {
+        let mover = Mover::new(1 << 20);
+        let now = Instant::now();
+        let far = now + Duration::from_secs(600);
+        let begin = |h, at| mover.begin((h, 1), 1 << 18, far, &Fixed(at));
+        assert_eq!(begin(1, now), Some(true));
+        mover.look(now + STALL);
+        assert!(!mover.is_stalled());
+        assert_eq!(
+            begin(2, now + STALL * 2),
+            Some(false),
+            "nobody waits for it"
+        );
+        assert!(mover.is_stalled());
+        mover.end((1, 1), 1 << 18);
+        assert!(!mover.is_stalled());
     }
 }

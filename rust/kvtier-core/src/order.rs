@@ -5,6 +5,7 @@
 
 use hashbrown::HashSet;
 
+use crate::index::grow;
 use crate::policy::{Handle, Meta, Policy};
 
 const NIL: u32 = u32::MAX;
@@ -73,9 +74,7 @@ impl Order {
             return false;
         }
         let at = h as usize;
-        if self.links.len() <= at {
-            self.links.resize(at + 1, ABSENT);
-        }
+        grow(&mut self.links, at, ABSENT);
         debug_assert_eq!(self.links[at].state, State::Absent);
         let mut link = Link {
             epoch,
@@ -127,23 +126,16 @@ impl Order {
         Some(link.parent).filter(|&p| p != NIL)
     }
 
-    /// The block and all that follow it, descendants first. From now on nothing can be attached to
-    /// any of them. Empty if it is not in the tree.
-    pub fn condemn(&mut self, root: Known) -> Vec<Known> {
+    /// The block and all that follow it, descendants first. Empty if it is not in the tree.
+    pub fn descendants(&self, root: Known) -> Vec<Known> {
         let mut tree = Vec::new();
-        if !self
-            .links
-            .get(root.0 as usize)
-            .is_some_and(|link| link.epoch == root.1 && link.state != State::Absent)
-        {
-            return tree;
+        let link = self.links.get(root.0 as usize);
+        if link.is_some_and(|link| link.epoch == root.1 && link.state != State::Absent) {
+            tree.push(root);
         }
-        tree.push(root);
         let mut next = 0;
-        while next < tree.len() {
-            let link = &mut self.links[tree[next].0 as usize];
-            link.state = State::Dying;
-            let mut child = link.first;
+        while let Some(&(h, _)) = tree.get(next) {
+            let mut child = self.links[h as usize].first;
             while child != NIL {
                 let link = self.links[child as usize];
                 tree.push((child, link.epoch));
@@ -152,6 +144,15 @@ impl Order {
             next += 1;
         }
         tree.reverse();
+        tree
+    }
+
+    /// As [`Order::descendants`]. From now on nothing can be attached to any of them.
+    pub fn condemn(&mut self, root: Known) -> Vec<Known> {
+        let tree = self.descendants(root);
+        for &(h, _) in &tree {
+            self.links[h as usize].state = State::Dying;
+        }
         tree
     }
 

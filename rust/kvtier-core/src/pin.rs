@@ -8,6 +8,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 const RETIRED: u32 = 1 << 31;
 
+/// What dropping a pin came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unpinned {
+    /// Others hold the slot.
+    Held,
+    /// Nobody holds it any more.
+    Idle,
+    /// Nobody holds it, and it is retired: the caller frees it.
+    Free,
+}
+
 /// One slot's pin word. Zero: nobody reads it, and it may be pinned.
 #[derive(Debug, Default)]
 pub struct PinWord(AtomicU32);
@@ -33,12 +44,17 @@ impl PinWord {
         debug_assert_ne!(before & !RETIRED, 0, "the caller holds no pin");
     }
 
-    /// Drops a pin. True: the slot is retired and this was the last pin, so the caller frees it.
+    /// Drops a pin.
     #[must_use]
-    pub fn unpin(&self) -> bool {
-        let before = self.0.fetch_sub(1, Ordering::AcqRel);
+    pub fn unpin(&self) -> Unpinned {
+        // In one order with those who count themselves as waiting and then look at the pins.
+        let before = self.0.fetch_sub(1, Ordering::SeqCst);
         debug_assert_ne!(before & !RETIRED, 0, "unpinned more often than pinned");
-        before == RETIRED | 1
+        match before {
+            1 => Unpinned::Idle,
+            word if word == RETIRED | 1 => Unpinned::Free,
+            _ => Unpinned::Held,
+        }
     }
 
     /// Retires the slot. True: nobody holds it, so the caller frees it.
@@ -51,13 +67,13 @@ impl PinWord {
     #[must_use]
     pub fn retire_if(&self, pins: u32) -> bool {
         self.0
-            .compare_exchange(pins, RETIRED, Ordering::AcqRel, Ordering::Relaxed)
+            .compare_exchange(pins, RETIRED, Ordering::SeqCst, Ordering::SeqCst)
             .is_ok()
     }
 
     /// How many hold it now.
     pub fn pins(&self) -> u32 {
-        self.0.load(Ordering::Relaxed) & !RETIRED
+        self.0.load(Ordering::SeqCst) & !RETIRED
     }
 }
 
@@ -69,10 +85,10 @@ mod tests {
     fn exactly_one_party_frees() {
         let word = PinWord::default();
         word.start();
-        assert!(word.pin() && !word.unpin());
+        assert!(word.pin() && word.unpin() == Unpinned::Held);
         assert!(!word.retire(), "the writer still holds it");
         assert!(!word.pin(), "no pin on a retired slot");
-        assert!(word.unpin(), "the last pin frees");
+        assert_eq!(word.unpin(), Unpinned::Free, "the last pin frees");
         let idle = PinWord::default();
         assert!(idle.retire());
     }
@@ -83,5 +99,7 @@ mod tests {
         assert!(word.pin());
         assert!(!word.retire_if(0) && word.retire_if(1));
         assert!(!word.pin());
+        word.start();
+        assert_eq!(word.unpin(), Unpinned::Idle);
     }
 }

@@ -101,7 +101,7 @@ impl Inner {
                 ),
             ));
         }
-        if let Some(tier) = self.touch(&id, shape)? {
+        if let Some(tier) = self.touch(&id, Some(shape))? {
             self.stats.present.add(1);
             return Ok(Put::Present(tier));
         }
@@ -110,7 +110,10 @@ impl Inner {
             Some(key) => {
                 let parent = key::id(&ns.digest, key)?;
                 match self.index.find(&parent) {
-                    Some(known) => Some((parent, known)),
+                    Some(known) => {
+                        self.touch(&parent, None)?; // making room must not take just this one
+                        Some((parent, known))
+                    }
                     None => return Ok(self.orphan()),
                 }
             }
@@ -172,12 +175,12 @@ impl Inner {
 
     /// If the block is there: notes the use, and says where it is. A block of another size under
     /// the same key is an error.
-    fn touch(&self, id: &Id, shape: Shape) -> Result<Option<&'static str>> {
+    fn touch(&self, id: &Id, shape: Option<Shape>) -> Result<Option<&'static str>> {
         let shard = self.index.of(id);
         let Some((h, entry)) = shard.find(id).and_then(|h| Some((h, shard.get(h)?))) else {
             return Ok(None);
         };
-        if entry.shape != shape {
+        if let Some(shape) = shape.filter(|&shape| shape != entry.shape) {
             return Err(Error::new(
                 Kind::InvalidBlock,
                 format!(

@@ -1,10 +1,11 @@
 //! Reading blocks: copies into the caller's memory, and leases of the store's own.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use kvtier_codec::image::{self, Id};
 
+use crate::ahead::Ahead;
 use crate::arena::Pin;
 use crate::direct::{Direct, Part};
 use crate::error::{Error, Kind, Result};
@@ -15,8 +16,8 @@ use crate::policy::Handle;
 use crate::reader::{Proof, copy_out};
 use crate::store::{Inner, NVME, Namespace, Store};
 
-/// Bytes that one call has on their way from NVMe, ahead of what it copies.
-const AHEAD: usize = 32 << 20;
+/// Looks at the index after which a reader whose deadline has passed gives up.
+const LOOKS: usize = 16;
 
 /// Where a read puts its bytes.
 #[derive(Clone, Copy, Debug)]
@@ -81,6 +82,16 @@ enum Pending<'a> {
     Direct(Direct),
 }
 
+/// What a key needs before it can be read.
+enum Begun<'a> {
+    /// This.
+    Pending(Pending<'a>),
+    /// Nothing: look at the index.
+    Ready,
+    /// It is not to be had now.
+    Failed(Miss),
+}
+
 /// A key of a call, with what it wants.
 struct Request<'a> {
     ns: &'a Namespace,
@@ -92,7 +103,12 @@ struct Request<'a> {
 
 impl Request<'_> {
     fn pieces(&self, shape: image::Shape) -> Result<Vec<Piece>> {
-        // Rejects blocks that another layout wrote under an opaque namespace's key.
+        if self.ns.layout.shape(shape.payload())? != shape {
+            return Err(Error::new(
+                Kind::InvalidBlock,
+                "another layout was given than the one that the block was stored with. Name the layout in the namespace's identity",
+            ));
+        }
         let pieces = self.ns.layout.pieces(shape, self.selection)?;
         let bytes: usize = pieces.iter().map(|p| p.len).sum();
         if bytes != self.out.len {
@@ -149,30 +165,25 @@ impl Store {
                 deadline,
             })
             .collect();
-        let mut pending: Vec<Option<Pending<'_>>> = Vec::new();
-        pending.resize_with(requests.len(), || None);
-        let (mut next, mut ahead) = (0, 0);
+        let mut ahead = Ahead::new(requests.len());
         let mut results = Vec::with_capacity(requests.len());
         let mut used: Vec<(usize, Handle)> = Vec::with_capacity(requests.len());
-        for i in 0..requests.len() {
-            while next < requests.len() && (next <= i || ahead < AHEAD) {
-                pending[next] = inner.begin(&requests[next])?;
-                if pending[next].is_some() {
-                    ahead += requests[next].out.len;
-                }
-                next += 1;
-            }
-            if pending[i].is_some() {
-                ahead -= requests[i].out.len;
-            }
+        for (i, request) in requests.iter().enumerate() {
+            let first = ahead.take(i, |next| {
+                Ok(match inner.begin(&requests[next], Instant::now())? {
+                    Begun::Pending(p) => (Some((p, requests[next].out.len)), true),
+                    Begun::Ready => (None, true),
+                    Begun::Failed(_) => (None, false),
+                })
+            })?;
             let started = Instant::now();
-            let got = inner.get_one(&requests[i], pending[i].take())?;
+            let got = inner.get_one(request, first, &mut || ahead.give_way(i))?;
             match got {
                 Ok((tier, h)) => {
                     used.push((tier, h));
                     let stats = inner.tier_stats(tier);
                     stats.hits.add(1);
-                    stats.hit_bytes.add(requests[i].out.len as u64);
+                    stats.hit_bytes.add(request.out.len as u64);
                     stats.get.since(started);
                 }
                 Err(_) => inner.stats.misses.add(1),
@@ -220,25 +231,21 @@ impl Store {
         let inner = &self.inner;
         inner.check_open()?;
         let ids = ns.ids(keys)?;
-        let mut flights: Vec<Option<Watched<'_>>> = Vec::new();
-        flights.resize_with(ids.len(), || None);
-        let (mut next, mut ahead) = (0, 0);
+        let mut ahead = Ahead::new(ids.len());
         let mut leases = Vec::with_capacity(ids.len());
         let mut used = Vec::with_capacity(ids.len());
         for (i, id) in ids.iter().enumerate() {
-            while next < ids.len() && (next <= i || ahead < AHEAD) {
-                if let Some((known, bytes)) = inner.cold_only(&ids[next])
-                    && let Found::Flying(flight) = inner.load(known, true, true, deadline)
-                {
-                    flights[next] = Some(Watched { flight, inner });
-                    ahead += bytes;
-                }
-                next += 1;
-            }
-            if let Some(watched) = &flights[i] {
-                ahead -= watched.flight.shape.payload();
-            }
-            let leased = inner.lease_one(id, flights[i].take(), verify, deadline);
+            let first = ahead.take(i, |next| {
+                let Some((known, bytes)) = inner.cold_only(&ids[next]) else {
+                    return Ok((None, true));
+                };
+                Ok(match inner.load(known, true, true, Instant::now()) {
+                    Found::Flying(flight) => (Some((Watched { flight, inner }, bytes)), true),
+                    Found::Resident | Found::Nowhere => (None, true),
+                    Found::Failed(_) => (None, false),
+                })
+            })?;
+            let leased = inner.lease_one(id, first, verify, deadline, &mut || ahead.give_way(i));
             match leased {
                 Ok((_, tier, h)) => {
                     used.push((tier, h));
@@ -266,7 +273,9 @@ impl Store {
             .zip(leases)
             .map(|(id, leased)| match leased {
                 Ok(leased) => {
-                    pinned.entry(id).or_insert_with(|| (leased.pin, 0)).1 += 1;
+                    let kept = pinned.entry(id).or_insert_with(|| (leased.pin.clone(), 0));
+                    kept.0 = leased.pin; // it may have been removed and put again
+                    kept.1 += 1;
                     true
                 }
                 Err(_) => false,
@@ -316,21 +325,33 @@ impl Inner {
         only.then(|| ((h, entry.epoch), entry.shape.payload()))
     }
 
-    /// Starts the read from NVMe that a key needs, if it does.
-    fn begin<'a>(self: &'a Arc<Self>, request: &Request<'_>) -> Result<Option<Pending<'a>>> {
+    /// Starts the read from NVMe that a key needs, if it does. Waits until `deadline` for room.
+    fn begin<'a>(
+        self: &'a Arc<Self>,
+        request: &Request<'_>,
+        deadline: Instant,
+    ) -> Result<Begun<'a>> {
         let Some((known, _)) = self.cold_only(&request.id) else {
-            return Ok(None);
+            return Ok(Begun::Ready);
         };
         if let Some(direct) = self.begin_direct(known, request)? {
-            return Ok(Some(Pending::Direct(direct)));
+            return Ok(Begun::Pending(Pending::Direct(direct)));
         }
-        Ok(match self.load(known, true, true, request.deadline) {
-            Found::Flying(flight) => Some(Pending::Flight(Watched {
+        Ok(match self.load(known, true, true, deadline) {
+            Found::Flying(flight) => Begun::Pending(Pending::Flight(Watched {
                 flight,
                 inner: self,
             })),
-            Found::Resident | Found::Nowhere => None,
+            Found::Resident | Found::Nowhere => Begun::Ready,
+            Found::Failed(miss) => Begun::Failed(miss),
         })
+    }
+
+    /// Does the block still lie anywhere but in this slot?
+    fn lies_elsewhere(&self, id: &Id, tier: usize, start: u32) -> bool {
+        let shard = self.index.of(id);
+        let entry = shard.find(id).and_then(|h| shard.get(h));
+        entry.is_some_and(|entry| entry.memory[tier] != start || entry.is_beside(tier))
     }
 
     /// Reads only what is wanted, past the memory tier, where that pays: a whole block straight
@@ -350,13 +371,14 @@ impl Inner {
         let part = if request.selection.is_all() {
             let at = request.out.ptr as usize;
             let regions = self.regions.lock();
-            let Some(region) = regions.iter().find(|r| r.holds(at, request.out.len)) else {
+            let mut live = regions.iter().filter_map(Weak::upgrade);
+            let Some(region) = live.find(|r| r.holds(at, request.out.len)) else {
                 return Ok(None);
             };
             if !at.is_multiple_of(image::PAGE) || shape.payload() < image::PAGE {
                 return Ok(None);
             }
-            Part::Region(request.out.ptr, region.keep.clone())
+            Part::Region(request.out.ptr, region.keep())
         } else {
             let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
                 return Ok(None);
@@ -372,18 +394,19 @@ impl Inner {
             }
             Part::Layers(from, to)
         };
-        Ok(self.read_direct(known, request.id, shape, cold, part, request.deadline))
+        Ok(self.read_direct(known, request.id, shape, cold, part))
     }
 
-    /// The tier and handle that a key was read from.
+    /// The tier and handle that a key was read from. Calls `give_way` before it waits for room.
     fn get_one<'a>(
         self: &'a Arc<Self>,
         request: &Request<'_>,
         mut pending: Option<Pending<'a>>,
+        give_way: &mut dyn FnMut(),
     ) -> Result<std::result::Result<(usize, Handle), Miss>> {
         let nvme = self.memory.len();
-        // A block can move between a look at the index and the next; a few times at most.
-        for _ in 0..16 {
+        let mut looks = 0;
+        loop {
             match pending.take() {
                 None => {}
                 Some(Pending::Direct(direct)) => {
@@ -400,17 +423,26 @@ impl Inner {
                 }
                 Some(Pending::Flight(watched)) => {
                     let flight = &watched.flight;
+                    if flight.is_reserving() {
+                        give_way();
+                    }
                     match flight.wait(request.deadline) {
                         Wait::Finish(pin) => match self.finish_into(request, flight, pin)? {
                             Ok(()) => return Ok(Ok((nvme, flight.block.0))),
                             Err(Miss::Absent) => {}
                             Err(miss) => return Ok(Err(miss)),
                         },
-                        Wait::Landed(Ok(()) | Err(Miss::Absent)) => {}
+                        Wait::Landed(Ok(())) => {}
+                        Wait::Landed(Err(miss)) if miss.is_passing() => {}
                         Wait::Landed(Err(miss)) => return Ok(Err(miss)),
                         Wait::TimedOut => return Ok(Err(Miss::Deadline)),
                     }
                 }
+            }
+            // A block can move between a look at the index and the next, but not for ever.
+            looks += 1;
+            if looks > LOOKS && Instant::now() >= request.deadline {
+                return Ok(Err(Miss::Deadline));
             }
             let found = {
                 let shard = self.index.of(&request.id);
@@ -426,9 +458,15 @@ impl Inner {
                 })
             };
             let Some((tier, known, shape, root, pin)) = found else {
-                pending = self.begin(request)?;
-                if pending.is_none() && self.cold_only(&request.id).is_some() {
-                    return Ok(Err(Miss::Full));
+                let mut begun = self.begin(request, Instant::now())?;
+                if matches!(begun, Begun::Failed(miss) if miss.is_passing()) {
+                    give_way();
+                    begun = self.begin(request, request.deadline)?;
+                }
+                match begun {
+                    Begun::Pending(p) => pending = Some(p),
+                    Begun::Ready => {}
+                    Begun::Failed(miss) => return Ok(Err(miss)),
                 }
                 continue;
             };
@@ -454,11 +492,10 @@ impl Inner {
                 return Ok(Ok((tier, known.0)));
             }
             self.lose_memory(known, tier, pin.start());
-            if self.cold_only(&request.id).is_none() && self.index.find(&request.id).is_none() {
+            if !self.lies_elsewhere(&request.id, tier, pin.start()) {
                 return Ok(Err(Miss::Corrupt));
             }
         }
-        Ok(Err(Miss::Full))
     }
 
     /// Verifies a loaded image and copies it out in the same pass, then publishes it.
@@ -513,10 +550,17 @@ impl Inner {
         mut watched: Option<Watched<'a>>,
         verify: bool,
         deadline: Instant,
+        give_way: &mut dyn FnMut(),
     ) -> std::result::Result<(Leased, usize, Handle), Miss> {
-        for _ in 0..16 {
+        let mut looks = 0;
+        loop {
+            // Until the index is looked at, a block that was just loaded must not leave again.
+            let mut loaded = None;
             if let Some(watched) = watched.take() {
                 let flight = &watched.flight;
+                if flight.is_reserving() {
+                    give_way();
+                }
                 match flight.wait(deadline) {
                     Wait::Finish(pin) => {
                         let proof = flight.proof();
@@ -530,15 +574,21 @@ impl Inner {
                             proof.generation,
                             proof.codec,
                         );
+                        loaded = Some(pin.clone());
                         match self.finish(flight, pin, good.is_ok()) {
                             Ok(()) | Err(Miss::Absent) => {}
                             Err(miss) => return Err(miss),
                         }
                     }
-                    Wait::Landed(Ok(()) | Err(Miss::Absent)) => {}
+                    Wait::Landed(Ok(())) => {}
+                    Wait::Landed(Err(miss)) if miss.is_passing() => {}
                     Wait::Landed(Err(miss)) => return Err(miss),
                     Wait::TimedOut => return Err(Miss::Deadline),
                 }
+            }
+            looks += 1;
+            if looks > LOOKS && Instant::now() >= deadline {
+                return Err(Miss::Deadline);
             }
             let (tier, known, shape, root, pin) = {
                 let shard = self.index.of(id);
@@ -549,11 +599,21 @@ impl Inner {
                 let known = (h, entry.epoch);
                 let Some((tier, start)) = entry.in_memory() else {
                     drop(shard);
-                    if let Found::Flying(flight) = self.load(known, true, true, deadline) {
-                        watched = Some(Watched {
-                            flight,
-                            inner: self,
-                        });
+                    drop(loaded);
+                    let mut found = self.load(known, true, true, Instant::now());
+                    if matches!(found, Found::Failed(miss) if miss.is_passing()) {
+                        give_way();
+                        found = self.load(known, true, true, deadline);
+                    }
+                    match found {
+                        Found::Flying(flight) => {
+                            watched = Some(Watched {
+                                flight,
+                                inner: self,
+                            });
+                        }
+                        Found::Resident | Found::Nowhere => {}
+                        Found::Failed(miss) => return Err(miss),
                     }
                     continue;
                 };
@@ -568,7 +628,7 @@ impl Inner {
                 let bytes = unsafe { pin.bytes(shape.image_len()) };
                 if image::verify(bytes, shape, root, id, 0, 0).is_err() {
                     self.lose_memory(known, tier, pin.start());
-                    if self.index.find(id).is_none() {
+                    if !self.lies_elsewhere(id, tier, pin.start()) {
                         return Err(Miss::Corrupt);
                     }
                     continue;
@@ -581,6 +641,5 @@ impl Inner {
             };
             return Ok((leased, tier, known.0));
         }
-        Err(Miss::Full)
     }
 }

@@ -186,10 +186,9 @@ mod tests {
                 let mut bad = image.clone();
                 bad[first.offset] ^= 1;
                 // SAFETY: as above.
-                assert!(
-                    unsafe { copy_out(&bad, shape, Some(proof), &pieces, out.as_mut_ptr()) }
-                        .is_err()
-                );
+                let copied =
+                    unsafe { copy_out(&bad, shape, Some(proof), &pieces, out.as_mut_ptr()) };
+                assert!(copied.is_err());
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Making room: eviction, compaction and the index's share of memory.
 
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvtier_codec::checksum::copy;
 use kvtier_codec::image::PAGE;
@@ -12,6 +12,7 @@ use crate::error::{Error, Kind, Result};
 use crate::index::{Entry, NOWHERE, Shard};
 use crate::order::{Known, Order};
 use crate::policy::Handle;
+use crate::stats::TierStats;
 use crate::store::Inner;
 
 /// What became of a block that should leave a tier.
@@ -27,80 +28,143 @@ pub(crate) enum Left {
     Gone,
 }
 
+/// What an eviction may do that it would rather not.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Force {
+    /// Evict what could still be written below.
+    pub(crate) dirty: bool,
+    /// Keep what has followers, instead of evicting them with it.
+    pub(crate) alone: bool,
+}
+
+/// What an attempt to make room came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Made {
+    /// Something is free that was not.
+    Room,
+    /// Blocks were asked to leave.
+    Asked,
+    /// Nothing, but blocks are leaving.
+    UnderWay,
+    /// Nothing.
+    Nothing,
+}
+
 /// Victims that one look at the policy asks for.
 const BATCH: usize = 16;
+
+/// How long somebody who waits for room trusts that he will be told, before he looks again.
+const GLANCE: Duration = Duration::from_secs(1);
 
 impl Inner {
     /// A slot in a memory tier, pinned for its writer. Evicts, moves and waits until `deadline` as
     /// needed.
+    ///
+    /// Do not wait here while holding slots that others wait for.
     pub(crate) fn reserve(&self, tier: usize, pages: u32, deadline: Instant) -> Result<Pin> {
-        let arena = &self.memory[tier].arena;
-        self.charge_index()?;
-        if pages > arena.pages() {
-            return Err(Error::new(
-                Kind::Full,
-                format!(
-                    "a block of {} bytes was given; the {} tier holds {} bytes beside its index. Use a larger tier or smaller blocks",
-                    pages as usize * PAGE,
-                    self.memory[tier].name,
-                    arena.pages() as usize * PAGE
-                ),
-            ));
-        }
+        let mut asked = 0;
+        self.reserve_pressing(tier, pages, deadline, &mut |wanted, made| {
+            // Blocks that leave already should be enough, but those that were asked may stay.
+            asked += u32::from(made == Made::Asked);
+            if made == Made::Nothing || asked > 2 {
+                self.mover.press(tier, wanted);
+            }
+        })
+    }
+
+    /// As [`Inner::reserve`]; `press` sees to it that blocks move down for a hole of so many pages,
+    /// and is told what was achieved already.
+    pub(crate) fn reserve_pressing(
+        &self,
+        tier: usize,
+        pages: u32,
+        deadline: Instant,
+        press: &mut dyn FnMut(u32, Made),
+    ) -> Result<Pin> {
+        let memory = &self.memory[tier];
+        let arena = &memory.arena;
         let patient = Instant::now() < deadline;
+        let waiter = arena.waiter();
         loop {
-            let seen = arena.freed();
-            if let Some(pin) = arena.alloc(pages) {
-                if self.is_above(tier, self.high) {
-                    self.mover.wake();
+            let seen = waiter.seen();
+            let mut wanted = if tier == 0 { self.charge_metadata() } else { 0 };
+            if wanted == 0 {
+                if let Some(pin) = arena.alloc(pages) {
+                    if self.has_below(tier) && self.is_above(tier, self.high) {
+                        self.mover.wake();
+                    }
+                    return Ok(pin);
                 }
-                return Ok(pin);
+                wanted = pages;
             }
-            if self.make_room(tier, pages) {
-                continue;
-            }
-            self.mover.press(tier, pages);
-            if !patient || !arena.wait_freed(seen, deadline) {
-                let (kind, what) = if patient {
-                    (Kind::Deadline, "before the deadline")
-                } else {
-                    (Kind::Full, "now")
-                };
+            if pages > arena.pages() {
                 return Err(Error::new(
-                    kind,
+                    Kind::Full,
                     format!(
-                        "no room for {} bytes in the {} tier {what}: {} of {} bytes are free, the rest is pinned, leased or on its way down. Release leases, wait longer, or use a larger tier",
+                        "a block of {} bytes was given; the {} tier holds {} bytes beside its index. Use a larger tier or smaller blocks",
                         pages as usize * PAGE,
-                        self.memory[tier].name,
-                        arena.free_pages() as usize * PAGE,
+                        memory.name,
                         arena.pages() as usize * PAGE
                     ),
                 ));
             }
+            if self.is_closed() {
+                return Err(Error::new(Kind::Closed, "the store is being closed"));
+            }
+            let made = self.make_room(tier, wanted);
+            if made == Made::Room {
+                continue;
+            }
+            press(wanted, made);
+            let now = Instant::now();
+            if patient && now < deadline {
+                waiter.wait(seen, deadline.min(now + GLANCE));
+                continue;
+            }
+            let (kind, what) = if patient {
+                (Kind::Deadline, "before the deadline")
+            } else {
+                (Kind::Full, "now")
+            };
+            return Err(Error::new(
+                kind,
+                format!(
+                    "no room for {} bytes in the {} tier {what}: {} of {} bytes are free, the rest is pinned, leased or on its way down. Release leases, wait longer, or use a larger tier",
+                    wanted as usize * PAGE,
+                    memory.name,
+                    arena.free_pages() as usize * PAGE,
+                    arena.pages() as usize * PAGE
+                ),
+            ));
         }
+    }
+
+    /// Is there a tier to which blocks of memory tier `tier` go?
+    pub(crate) fn has_below(&self, tier: usize) -> bool {
+        tier + 1 < self.tiers()
     }
 
     /// Is more than this share of a memory tier in use?
     pub(crate) fn is_above(&self, tier: usize, share: f64) -> bool {
         let arena = &self.memory[tier].arena;
-        f64::from(arena.pages() - arena.free_pages().min(arena.pages()))
+        f64::from(arena.pages().saturating_sub(arena.free_pages()))
             > share * f64::from(arena.pages())
     }
 
-    /// Frees at least one slot on the way to a hole of `pages` pages. False: nothing can be freed
-    /// by the caller now.
-    fn make_room(&self, tier: usize, pages: u32) -> bool {
+    /// Frees at least one slot on the way to a hole of `pages` pages, if the caller can.
+    fn make_room(&self, tier: usize, pages: u32) -> Made {
         let arena = &self.memory[tier].arena;
-        if arena.free_pages() >= pages {
-            if let Some((from, to, runs)) = arena.window(pages)
-                && self.clear(tier, from, to, &runs)
-            {
-                return true;
+        let mut made = Made::Nothing;
+        if arena.free_pages() >= pages
+            && let Some((from, to, runs)) = arena.window(pages)
+        {
+            made = self.clear(tier, from, to, &runs);
+            if made == Made::Room {
+                return made;
             }
-            // Every window holds something that must stay: evicting may open another.
         }
+        // Where every window holds something that must stay, evicting may open another.
         let mut left = self.order.lock().policy(tier).len();
-        let mut progress = false;
         loop {
             let mut victims = Vec::with_capacity(BATCH);
             self.order
@@ -109,27 +173,26 @@ impl Inner {
                 .victims(BATCH, &mut |_| true, &mut victims);
             let mut held = false;
             for &h in &victims {
-                match self.evict(tier, h, false) {
-                    Left::Freed => progress = true,
+                match self.evict(tier, h, Force::default()) {
+                    Left::Freed => made = Made::Room,
                     Left::Held => held = true,
-                    Left::Dirty => return progress,
+                    Left::Dirty => return made,
                     Left::Gone => {}
                 }
-                if progress && arena.free_pages() >= pages {
-                    return true;
+                if made == Made::Room && arena.free_pages() >= pages {
+                    return made;
                 }
             }
             // Held blocks went to the far end of the order: look at the next ones, each once.
             left = left.saturating_sub(victims.len());
-            if victims.is_empty() || left == 0 || !(held || progress) {
-                return progress;
+            if victims.is_empty() || left == 0 || !(held || made == Made::Room) {
+                return made;
             }
         }
     }
 
-    /// Takes a block out of a memory tier, and out of the store if it lies nowhere else. `forced`:
-    /// even where it could still be written below.
-    pub(crate) fn evict(&self, tier: usize, h: Handle, forced: bool) -> Left {
+    /// Takes a block out of a memory tier, and out of the store if it lies nowhere else.
+    pub(crate) fn evict(&self, tier: usize, h: Handle, force: Force) -> Left {
         let memory = &self.memory[tier];
         let mut shard = self.index.shard(h);
         let Some(entry) = shard.get_mut(h) else {
@@ -139,7 +202,7 @@ impl Inner {
         if start == NOWHERE {
             return Left::Gone;
         }
-        if entry.is_below(tier) {
+        if entry.is_beside(tier) {
             if !memory.arena.retire_idle(start) {
                 self.order.lock().policy(tier).on_hit(h);
                 return Left::Held;
@@ -149,7 +212,7 @@ impl Inner {
             memory.stats.drops.add(1);
             return Left::Freed;
         }
-        if !forced && self.can_demote(tier, entry) {
+        if !force.dirty && self.can_demote(tier, entry) {
             return Left::Dirty;
         }
         if memory.arena.is_pinned(start) {
@@ -157,60 +220,117 @@ impl Inner {
             return Left::Held;
         }
         let known = (h, entry.epoch);
+        let unaffordable = self.is_unaffordable(entry);
         let mut order = self.order.lock();
-        if order.has_children(h) {
-            // Its children lie below: without it they are useless.
+        if !order.has_children(h) {
+            self.drop_entry(&mut shard, &mut order, h);
+            memory.stats.evictions.add(1);
+        } else {
+            // Its children lie elsewhere: without it they are useless.
             drop(order);
             drop(shard);
-            self.remove_tree(known);
-        } else {
-            self.drop_entry(&mut shard, &mut order, h);
+            if force.alone || !self.evict_tree(known, &memory.stats) {
+                self.order.lock().policy(tier).on_hit(h);
+                return Left::Held;
+            }
         }
-        memory.stats.evictions.add(1);
+        if unaffordable {
+            self.stats.over_budget.add(1);
+        }
         Left::Freed
     }
 
-    /// Empties a stretch of a memory tier: moves its blocks into holes outside it, or evicts them.
-    fn clear(&self, tier: usize, from: u32, to: u32, runs: &[Run]) -> bool {
+    /// Evicts a block and all that follow it, unless somebody holds one of them. False: it stayed.
+    fn evict_tree(&self, root: Known, stats: &TierStats) -> bool {
+        let tree = self.order.lock().descendants(root);
+        let is_held = |entry: &Entry| {
+            self.memory
+                .iter()
+                .zip(entry.memory)
+                .any(|(memory, start)| start != NOWHERE && memory.arena.is_pinned(start))
+        };
+        let held = tree.iter().any(|&(h, epoch)| {
+            let mut shard = self.index.shard(h);
+            shard.get_same(h, epoch).is_some_and(|entry| is_held(entry))
+        });
+        if held {
+            return false;
+        }
+        for &(h, epoch) in &tree {
+            let mut shard = self.index.shard(h);
+            match shard.get_same(h, epoch) {
+                None => continue,
+                Some(entry) if is_held(entry) => return false,
+                Some(_) => {}
+            }
+            let mut order = self.order.lock();
+            if order.has_children(h) {
+                return false; // a new one
+            }
+            self.drop_entry(&mut shard, &mut order, h);
+            stats.evictions.add(1);
+        }
+        true
+    }
+
+    /// Empties a stretch of a memory tier as far as possible: moves its blocks into holes outside
+    /// it, evicts them, or asks for their demotion.
+    fn clear(&self, tier: usize, from: u32, to: u32, runs: &[Run]) -> Made {
+        // Which blocks stand here says nothing of their worth: none takes its followers with it.
+        let force = Force {
+            alone: true,
+            ..Force::default()
+        };
         let mut cleared = true;
+        // What is under way may be enough, and changes which stretch is the best.
+        let idle = self.mover.is_idle();
+        let mut made = if idle { Made::Nothing } else { Made::UnderWay };
         for run in runs {
             let h = run.owner;
-            if h == FREE {
-                continue;
-            }
-            if h == BUSY || h == LOST {
-                return false;
-            }
-            cleared &= match self.relocate(tier, h, run.start, from, to) {
-                Some(moved) => moved,
-                None => match self.evict(tier, h, false) {
-                    Left::Freed | Left::Gone => true,
-                    Left::Held => false,
-                    Left::Dirty => {
-                        self.mover.request(tier, h);
-                        false
-                    }
+            cleared &= match h {
+                FREE => true,
+                BUSY | LOST => false,
+                _ => match self.relocate(tier, run, from, to) {
+                    Some(moved) => moved,
+                    None => match self.evict(tier, h, force) {
+                        Left::Freed | Left::Gone => true,
+                        Left::Held => false,
+                        Left::Dirty => {
+                            if idle {
+                                self.mover.request(tier, h);
+                                made = Made::Asked;
+                            }
+                            false
+                        }
+                    },
                 },
             };
         }
-        cleared
+        if cleared { Made::Room } else { made }
     }
 
     /// Moves a block out of `[from, to)`. `None`: no hole outside holds it. `Some(false)`: somebody
     /// reads it.
-    fn relocate(&self, tier: usize, h: Handle, start: u32, from: u32, to: u32) -> Option<bool> {
+    fn relocate(&self, tier: usize, run: &Run, from: u32, to: u32) -> Option<bool> {
+        let (h, start) = (run.owner, run.start);
         let arena = &self.memory[tier].arena;
-        let (old, epoch, shape) = {
+        // First of all: letting go of a pin tells those who wait for room, and they may be us.
+        let new = arena.alloc_outside(run.pages, from, to)?;
+        let found = {
             let shard = self.index.shard(h);
-            let Some(entry) = shard.get(h).filter(|entry| entry.memory[tier] == start) else {
-                return Some(true);
-            };
-            let Some(old) = arena.pin(start) else {
-                return Some(false);
-            };
-            (old, entry.epoch, entry.shape)
+            shard
+                .get(h)
+                .filter(|entry| entry.memory[tier] == start && entry.shape.pages() == run.pages)
+                .map(|entry| (arena.pin(start), entry.epoch, entry.shape))
         };
-        let new = arena.alloc_outside(shape.pages(), from, to)?;
+        let Some((old, epoch, shape)) = found else {
+            new.discard();
+            return Some(true);
+        };
+        let Some(old) = old else {
+            new.discard();
+            return Some(false);
+        };
         // SAFETY: both slots hold an image of this shape; the new one is ours alone, the old one is
         // pinned and complete.
         unsafe { copy(new.ptr(), old.ptr(), shape.image_len()) };
@@ -236,52 +356,39 @@ impl Inner {
     }
 
     /// Sees to it that the first memory tier gives up as many pages as the index, the policies and
-    /// the tables of the tiers use, so that all of it together stays within the tier's size.
-    fn charge_index(&self) -> Result<()> {
-        const STEP: usize = 256; // entries between two looks
-        const SLACK: usize = STEP * 256; // more than they can add until then
-        let len = self.index.len();
-        if len < self.charged.load(Ordering::Relaxed) {
-            return Ok(());
+    /// the tables of the tiers use, so that all of it together stays within the tier's size. Returns
+    /// how many pages are still lacking.
+    pub(crate) fn charge_metadata(&self) -> u32 {
+        const STEP: usize = 32; // slots reserved between two looks
+        const ENTRY: usize = 1024; // more than a new block's entry, links and nodes take
+        const RECORDS: usize = 4 << 20; // more than records that wait for NVMe take
+        let count = self.uncharged.fetch_add(1, Ordering::Relaxed);
+        if !count.is_multiple_of(STEP) {
+            return 0;
         }
-        let memory = &self.memory[0];
-        let arena = &memory.arena;
-        let bytes = self.metadata_bytes() + SLACK;
-        let need = bytes.div_ceil(PAGE) as u32;
-        let mut tries = 0;
-        while arena.ceded_pages() < need {
-            let step = (need - arena.ceded_pages())
-                .max(arena.mapped_pages() / 512)
-                .max(1);
-            match arena.cede(step) {
-                Ok(()) => {}
-                Err((from, to, runs)) if tries < 64 && from < to => {
-                    tries += 1;
-                    if !self.clear(0, from, to, &runs) {
-                        self.mover.wake();
-                        return Err(Error::new(
-                            Kind::Full,
-                            format!(
-                                "the index needs {bytes} bytes of the {} tier, and the blocks in its way are pinned or on their way down. Try again, release leases, or use a larger tier",
-                                memory.name
-                            ),
-                        ));
-                    }
-                }
-                Err(_) => {
-                    return Err(Error::new(
-                        Kind::Full,
-                        format!(
-                            "the index needs {bytes} bytes of the {} tier, which has {}. Use a larger tier or larger blocks",
-                            memory.name,
-                            arena.mapped_pages() as usize * PAGE
-                        ),
-                    ));
-                }
-            }
+        let arena = &self.memory[0].arena;
+        let bytes = self.metadata_bytes();
+        let mapped = arena.mapped_pages();
+        let records = match self.cold {
+            Some(_) => RECORDS.min(mapped as usize * PAGE / 64),
+            None => 0,
+        };
+        // What is added until the next look, and what vectors grow by at a time.
+        let need = (bytes + bytes / 8 + STEP * ENTRY + records).div_ceil(PAGE) as u32;
+        if need > mapped / 2 {
+            self.forget_coldest(STEP); // their entries are used again
         }
-        self.charged.store(len + STEP, Ordering::Relaxed);
-        Ok(())
+        let mut lacking = need.saturating_sub(arena.ceded_pages());
+        if lacking > 0 {
+            let step = lacking.max(mapped / 512);
+            let (from, to, runs) = arena.top(step);
+            self.clear(0, from, to, &runs);
+            lacking = lacking.saturating_sub(arena.cede(step));
+        }
+        if lacking > 0 {
+            self.uncharged.store(0, Ordering::Relaxed); // the next one looks again
+        }
+        lacking
     }
 
     /// Bytes of everything that is kept in memory beside blocks.
@@ -318,9 +425,15 @@ impl Inner {
             return;
         };
         for (tier, memory) in self.memory.iter().enumerate() {
-            if entry.memory[tier] != NOWHERE {
-                order.policy(tier).on_remove(h);
-                memory.arena.retire(entry.memory[tier]);
+            let start = entry.memory[tier];
+            if start == NOWHERE {
+                continue;
+            }
+            order.policy(tier).on_remove(h);
+            memory.arena.retire(start);
+            if memory.arena.is_pinned(start) {
+                // What is removed is no longer kept, even for who asked for that.
+                self.pinned.lock().remove(&entry.id);
             }
         }
         if let (Some(place), Some(cold)) = (entry.cold, &self.cold) {

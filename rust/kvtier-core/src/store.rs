@@ -1,11 +1,10 @@
 //! The store: its tiers, its threads and its verbs.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use kvtier_codec::image::{Id, PAGE};
+use kvtier_codec::image::Id;
 use kvtier_nvme::Clock;
 use kvtier_nvme::IoBuf;
 use kvtier_nvme::{NvmeTier, Recovered, Registration};
@@ -15,7 +14,7 @@ use crate::arena::{Arena, Pin, backing};
 use crate::config::{Config, Memory, Progress};
 use crate::error::{Error, Kind, Result};
 use crate::fork;
-use crate::index::{Cold, Entry, Index};
+use crate::index::Index;
 use crate::jobs::Prefetcher;
 use crate::key;
 use crate::layout::Layout;
@@ -23,8 +22,10 @@ use crate::mover::{Budget, Mover};
 use crate::order::{Known, Order};
 use crate::pacer::Pacer;
 use crate::policy;
-use crate::stats::{StoreStats, Summary, TierStats};
-use crate::workers::Workers;
+pub use crate::region::Region;
+pub use crate::report::{Report, TierReport};
+use crate::stats::{StoreStats, TierStats};
+use crate::workers::{Crew, Workers};
 
 /// A memory tier at work.
 pub(crate) struct MemoryTier {
@@ -63,19 +64,21 @@ pub(crate) struct Inner {
     pub(crate) cold: Option<ColdTier>,
     pub(crate) mover: Mover,
     pub(crate) prefetcher: Prefetcher,
-    /// Verifies loads and does the copying of asynchronous reads.
+    /// Verifies loads that nobody waits for. Its tasks never wait.
     pub(crate) workers: Workers,
+    /// Does the copying of asynchronous reads, which may wait for loads and for room.
+    pub(crate) readers: Workers,
     /// Does the copying of asynchronous puts, which may wait for room.
     pub(crate) writers: Workers,
     pub(crate) pinned: Mutex<hashbrown::HashMap<Id, (Pin, usize)>>,
-    pub(crate) regions: Mutex<Vec<Arc<Region>>>,
+    pub(crate) regions: Mutex<Vec<Weak<Region>>>,
     pub(crate) stats: StoreStats,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) verify: bool,
     pub(crate) high: f64,
     pub(crate) low: f64,
-    /// The number of entries up to which the first tier has ceded memory.
-    pub(crate) charged: AtomicUsize,
+    /// Slots reserved since the first tier last ceded memory to the index.
+    pub(crate) uncharged: AtomicUsize,
     closed: AtomicBool,
     fork: fork::Generation,
 }
@@ -83,7 +86,7 @@ pub(crate) struct Inner {
 /// A tiered store of KV blocks.
 pub struct Store {
     pub(crate) inner: Arc<Inner>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    threads: Crew,
     registrations: Mutex<Vec<Registration>>,
 }
 
@@ -116,24 +119,6 @@ impl Namespace {
     }
 }
 
-/// Memory of the caller that is a direct target and source of I/O.
-pub struct Region {
-    pub(crate) start: usize,
-    pub(crate) len: usize,
-    pub(crate) keep: Arc<dyn std::any::Any + Send + Sync>,
-}
-
-impl Region {
-    /// Operations that still read or write the region.
-    pub fn in_flight(&self) -> usize {
-        Arc::strong_count(&self.keep) - 1
-    }
-
-    pub(crate) fn holds(&self, at: usize, len: usize) -> bool {
-        at >= self.start && at + len <= self.start + self.len
-    }
-}
-
 /// How much of a prefix is resident, and where.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Match {
@@ -145,50 +130,6 @@ pub struct Match {
     pub tiers: Vec<&'static str>,
     /// Payload bytes by that tier, fastest first.
     pub bytes: Vec<(&'static str, u64)>,
-}
-
-/// The state of one tier.
-#[derive(Clone, Debug)]
-pub struct TierReport {
-    /// `dram`, `cxl` or `nvme`.
-    pub name: &'static str,
-    /// The configured size.
-    pub size: u64,
-    /// Bytes that blocks may use: the size less metadata and lost pages.
-    pub capacity: u64,
-    /// Bytes in use, whole pages.
-    pub used: u64,
-    /// Blocks there.
-    pub blocks: u64,
-    /// Bytes known to be backed by memory.
-    pub prefaulted: u64,
-    /// Bytes taken out of use since they did not keep what was written.
-    pub quarantined: u64,
-    /// A rate limit was set for a what-if run.
-    pub emulated: bool,
-    /// Counters by name.
-    pub counters: Vec<(&'static str, u64)>,
-    /// Time of one caller's read of one block.
-    pub get: Summary,
-}
-
-/// The state of the store.
-#[derive(Clone, Debug)]
-pub struct Report {
-    /// Tiers, fastest first.
-    pub tiers: Vec<TierReport>,
-    /// Blocks in the store.
-    pub blocks: u64,
-    /// Bytes of index, policies and tables.
-    pub metadata: u64,
-    /// Counters by name.
-    pub counters: Vec<(&'static str, u64)>,
-    /// Time of one put of one block.
-    pub put: Summary,
-    /// Time of a load from NVMe.
-    pub load: Summary,
-    /// The engine that reads and writes NVMe.
-    pub engine: Option<&'static str>,
 }
 
 fn memory_tier(m: &Memory) -> Result<MemoryTier> {
@@ -257,11 +198,12 @@ impl Store {
         let inner = Arc::new(Inner {
             index: Index::default(),
             order: Mutex::new(Order::new(policies)),
+            mover: Mover::new(memory.last().map_or(0, |m| m.size as usize)),
             memory,
             cold,
-            mover: Mover::default(),
             prefetcher: Prefetcher::default(),
-            workers: start("kvtier-worker", cores.clamp(2, 4))?,
+            workers: start("kvtier-verify", cores.clamp(2, 4))?,
+            readers: start("kvtier-reader", cores.clamp(2, 4))?,
             writers: start("kvtier-writer", 1)?,
             pinned: Mutex::default(),
             regions: Mutex::default(),
@@ -270,11 +212,22 @@ impl Store {
             verify: config.verify,
             high: config.high,
             low: config.low,
-            charged: AtomicUsize::new(0),
+            uncharged: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
             fork: fork::Generation::now(),
         });
         inner.adopt(recovered);
+        if inner.charge_metadata() > 0 {
+            return Err(Error::new(
+                Kind::Config,
+                format!(
+                    "a {} tier of {} bytes was given; the tables for all tiers take {} bytes of it. Use a larger one",
+                    inner.memory[0].name,
+                    inner.memory[0].size,
+                    inner.metadata_bytes()
+                ),
+            ));
+        }
         let mut registrations = Vec::new();
         if let Some(cold) = &inner.cold {
             const CHUNK: usize = 1 << 30; // the most that one registered buffer may hold
@@ -288,7 +241,7 @@ impl Store {
             }
         }
         let store = Store {
-            threads: Mutex::default(),
+            threads: Crew::default(),
             registrations: Mutex::new(registrations),
             inner,
         };
@@ -310,12 +263,9 @@ impl Store {
 
     fn spawn(&self, name: &str, run: impl FnOnce(&Arc<Inner>) + Send + 'static) -> Result<()> {
         let inner = self.inner.clone();
-        let thread = std::thread::Builder::new()
-            .name(name.into())
-            .spawn(move || run(&inner))
-            .map_err(|e| Error::new(Kind::Storage, format!("starting {name}: {e}")))?;
-        self.threads.lock().push(thread);
-        Ok(())
+        self.threads
+            .spawn(name, move || run(&inner))
+            .map_err(|e| Error::new(Kind::Storage, format!("starting {name}: {e}")))
     }
 
     /// Which of these keys are resident.
@@ -424,121 +374,9 @@ impl Store {
         self.inner.persist(deadline)
     }
 
-    /// Makes the caller's memory a direct target of reads from NVMe. It must stay valid while
-    /// `keep` lives; operations hold `keep` until they have completed.
-    ///
-    /// # Safety
-    /// `start` must be valid for reads and writes of `len` bytes while `keep` lives.
-    pub unsafe fn register_region(
-        &self,
-        start: *mut u8,
-        len: usize,
-        keep: Arc<dyn std::any::Any + Send + Sync>,
-    ) -> Result<Arc<Region>> {
-        self.inner.check_open()?;
-        let aligned = (start as usize).next_multiple_of(PAGE);
-        let usable = (len.saturating_sub(aligned - start as usize)) / PAGE * PAGE;
-        if let (Some(cold), true) = (&self.inner.cold, usable > 0) {
-            // SAFETY: inside the caller's memory, which `keep` keeps valid.
-            let buf = unsafe { IoBuf::new(aligned as *mut u8, usable, keep.clone()) };
-            self.registrations.lock().push(cold.tier.register(buf));
-        }
-        let region = Arc::new(Region {
-            start: start as usize,
-            len,
-            keep,
-        });
-        self.inner.regions.lock().push(region.clone());
-        Ok(region)
-    }
-
-    /// The state of everything.
-    pub fn report(&self) -> Report {
-        let inner = &self.inner;
-        let mut tiers = Vec::new();
-        let counters = |s: &TierStats| {
-            vec![
-                ("hits", s.hits.get()),
-                ("hit_bytes", s.hit_bytes.get()),
-                ("inserts", s.inserts.get()),
-                ("demotions", s.demotions.get()),
-                ("drops", s.drops.get()),
-                ("evictions", s.evictions.get()),
-                ("corrupt", s.corrupt.get()),
-                ("errors", s.errors.get()),
-            ]
-        };
-        for (i, m) in inner.memory.iter().enumerate() {
-            let page = |pages: u32| u64::from(pages) * PAGE as u64;
-            let (pages, free) = (m.arena.pages(), m.arena.free_pages());
-            tiers.push(TierReport {
-                name: m.name,
-                size: m.size,
-                capacity: page(pages),
-                used: page(pages.saturating_sub(free)),
-                blocks: inner.order.lock().policy(i).len() as u64,
-                prefaulted: m.arena.prefaulted_bytes() as u64,
-                quarantined: page(m.arena.lost_pages()),
-                emulated: m.pacer.is_some(),
-                counters: counters(&m.stats),
-                get: m.stats.get.summary(),
-            });
-        }
-        if let Some(cold) = &inner.cold {
-            let page = PAGE as u64;
-            let s = cold.tier.stats();
-            let mut all = counters(&cold.stats);
-            all.extend([
-                ("reads", s.reads),
-                ("read_bytes", s.read_bytes),
-                ("read_errors", s.read_errors),
-                ("writes", s.writes),
-                ("write_bytes", s.write_bytes),
-                ("write_errors", s.write_errors),
-                ("syncs", s.syncs),
-                ("journal_records", s.journal_records),
-                ("checkpoints", s.checkpoints),
-                ("recovered", s.recovered),
-                ("failed_paths", s.failed_paths),
-            ]);
-            tiers.push(TierReport {
-                name: NVME,
-                size: cold.size,
-                capacity: cold.tier.capacity_pages() * page,
-                used: cold.tier.used_pages() * page,
-                blocks: inner.order.lock().policy(inner.memory.len()).len() as u64,
-                prefaulted: 0,
-                quarantined: s.quarantined_pages * page,
-                emulated: cold.emulated,
-                counters: all,
-                get: cold.stats.get.summary(),
-            });
-        }
-        let s = &inner.stats;
-        Report {
-            tiers,
-            blocks: inner.index.len() as u64,
-            metadata: inner.metadata_bytes() as u64,
-            counters: vec![
-                ("puts", s.puts.get()),
-                ("put_bytes", s.put_bytes.get()),
-                ("present", s.present.get()),
-                ("orphans", s.orphans.get()),
-                ("misses", s.misses.get()),
-                ("loads", s.loads.get()),
-                ("joined", s.joined.get()),
-                ("over_budget", s.over_budget.get()),
-                ("moved", s.moved.get()),
-            ],
-            put: s.put.summary(),
-            load: s.load.summary(),
-            engine: inner.cold.as_ref().map(|c| c.tier.engine_name()),
-        }
-    }
-
-    /// Flushes, ends all threads and lets go of the directory. Leases stay valid. Done by the
-    /// deadline even if a device hangs; then what is in flight is leaked and the lock kept, and the
-    /// error says so. Closing twice is allowed.
+    /// Flushes as far as NVMe has room, ends all threads and lets go of the directory. Leases stay
+    /// valid. Done by the deadline even if a device hangs; then what is in flight is leaked and the
+    /// lock kept, and the error says so. Closing twice is allowed.
     pub fn close(&self, deadline: Instant) -> Result<()> {
         let inner = &self.inner;
         if inner.fork.is_stale() {
@@ -547,24 +385,37 @@ impl Store {
         if inner.closed.swap(true, Ordering::SeqCst) {
             return Ok(());
         }
-        let flushed = inner.persist(deadline);
+        for memory in &inner.memory {
+            memory.arena.notify(); // nobody waits for room any more
+        }
+        let flushed = match inner.persist(deadline) {
+            Err(error) if error.kind() == Kind::Full => {
+                tracing::warn!("closing: {error}");
+                Ok(())
+            }
+            flushed => flushed,
+        };
         inner.prefetcher.stop();
         inner.mover.stop();
-        for thread in self.threads.lock().drain(..) {
-            let _ = thread.join();
-        }
-        self.registrations.lock().clear();
-        inner.regions.lock().clear();
-        inner.pinned.lock().clear();
+        let mut ended = self.threads.join(deadline);
         let closed = match &inner.cold {
             Some(cold) => cold.tier.close(Some(deadline)).map_err(Error::from),
             None => Ok(()),
         };
-        if closed.is_ok() {
-            inner.workers.stop();
-            inner.writers.stop();
+        self.registrations.lock().clear();
+        inner.regions.lock().clear();
+        inner.pinned.lock().clear();
+        for pool in [&inner.readers, &inner.writers, &inner.workers] {
+            ended &= pool.stop(deadline);
         }
-        flushed.and(closed)
+        flushed.and(closed)?;
+        if ended {
+            return Ok(());
+        }
+        Err(Error::new(
+            Kind::Deadline,
+            "a thread of the store did not end by the deadline, and is left to itself. Give more time, or see whether the device hangs",
+        ))
     }
 }
 
@@ -573,7 +424,7 @@ impl Drop for Store {
         if self.inner.fork.is_stale() {
             // In a fork: the threads do not exist here, and nothing of the parent's may be touched.
             std::mem::forget(self.inner.clone());
-            std::mem::forget(std::mem::take(&mut *self.threads.lock()));
+            self.threads.forget();
             std::mem::forget(std::mem::take(&mut *self.registrations.lock()));
             return;
         }
@@ -641,79 +492,6 @@ impl Inner {
         }
         if let (Some(progress), false) = (&progress, self.is_closed()) {
             progress(total, total); // pages ceded to the index meanwhile count as done
-        }
-    }
-
-    /// Takes over what the NVMe tier found. Blocks whose parent was lost are dropped.
-    fn adopt(&self, recovered: Vec<Recovered>) {
-        let Some(cold) = &self.cold else {
-            return;
-        };
-        let mut known = Vec::with_capacity(recovered.len());
-        for r in recovered {
-            let entry = Entry {
-                parent: r.parent,
-                cold: Some(Cold {
-                    slot: r.slot,
-                    root: r.root,
-                    codec: r.codec,
-                }),
-                ..Entry::new(r.id, None, r.namespace, r.shape, r.importance)
-            };
-            let mut shard = self.index.of(&r.id);
-            let h = self.index.insert(&mut shard, entry);
-            let epoch = shard.get(h).map_or(0, |e| e.epoch);
-            known.push((h, epoch));
-        }
-        for &block in &known {
-            // Up to the first ancestor that is attached or a root, then down again.
-            let mut path = Vec::new();
-            let mut at = Some(block);
-            let mut orphan = false;
-            while let Some((h, epoch)) = at {
-                if self.order.lock().is_attached(h) {
-                    path.push((h, epoch));
-                    break;
-                }
-                let mut shard = self.index.shard(h);
-                let Some(entry) = shard.get_same(h, epoch) else {
-                    break; // dropped with an earlier orphan
-                };
-                path.push((h, epoch));
-                let parent = entry.parent;
-                drop(shard);
-                at = parent.and_then(|half| self.index.find_half(&half));
-                orphan = parent.is_some() && at.is_none();
-            }
-            for pair in (0..path.len()).rev() {
-                let (h, epoch) = path[pair];
-                if orphan {
-                    let mut shard = self.index.shard(h);
-                    if let Some(entry) = self.index.remove(&mut shard, h)
-                        && let Some(place) = entry.cold
-                    {
-                        cold.tier.remove(place.slot, &entry.id);
-                        self.stats.orphans.add(1);
-                    }
-                    continue;
-                }
-                if self.order.lock().is_attached(h) {
-                    continue;
-                }
-                let parent = path.get(pair + 1).copied();
-                let mut order = self.order.lock();
-                order.attach((h, epoch), parent);
-                drop(order);
-            }
-        }
-        for (h, epoch) in known {
-            let mut shard = self.index.shard(h);
-            if let Some(entry) = shard.get_same(h, epoch) {
-                self.insert_order(self.memory.len(), h, entry);
-                if let Some(place) = entry.cold {
-                    cold.tier.set_owner(place.slot, h);
-                }
-            }
         }
     }
 }

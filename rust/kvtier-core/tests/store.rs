@@ -222,10 +222,8 @@ fn a_lease_outlives_the_store() {
     );
     drop(store);
     // SAFETY: the lease keeps the block's bytes.
-    assert_eq!(
-        unsafe { std::slice::from_raw_parts(lease.ptr(), lease.len()) },
-        data
-    );
+    let leased = unsafe { std::slice::from_raw_parts(lease.ptr(), lease.len()) };
+    assert_eq!(leased, data);
 }
 
 #[test]

@@ -92,16 +92,21 @@ impl View {
             "B"
         } else {
             // SAFETY: a non-null format is a C string that lives as long as the view.
-            unsafe { CStr::from_ptr(view.format) }.to_str().unwrap_or("?")
+            unsafe { CStr::from_ptr(view.format) }
+                .to_str()
+                .unwrap_or("?")
         };
         if !space.accepts_format(format, view.itemsize as usize) {
             return Err(raise(
                 py,
                 "InvalidBlockError",
                 format!(
-                    "a buffer of format {format:?} ({} bytes an element) was given; this layout takes {} or plain bytes (uint8). Convert it, or view it as uint8 if its bits are right already",
+                    "a buffer of format {format:?} ({} bytes an element) was given; this layout takes {}. Convert it, or view it as uint8 if its bits are right already",
                     view.itemsize,
-                    space.dtype()
+                    match space.dtype() {
+                        Some(dtype) => format!("{dtype} or plain bytes (uint8)"),
+                        None => "numbers of any kind, but no objects and pointers".into(),
+                    }
                 ),
             ));
         }
@@ -131,12 +136,22 @@ impl Drop for View {
 }
 
 /// Has `kvtier.buffers.export` turn an object that lends no plain buffer into one that does.
-fn export<'py>(object: &Bound<'py, PyAny>, space: &Space, writable: bool) -> PyResult<Bound<'py, PyAny>> {
+fn export<'py>(
+    object: &Bound<'py, PyAny>,
+    space: &Space,
+    writable: bool,
+) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
     let function = EXPORT.get_or_try_init(py, || {
-        py.import("kvtier.buffers")?.getattr("export").map(Bound::unbind)
+        py.import("kvtier.buffers")?
+            .getattr("export")
+            .map(Bound::unbind)
     })?;
-    function
-        .bind(py)
-        .call1((object, space.dtype(), space.python_shape(), space.token_axis(), writable))
+    function.bind(py).call1((
+        object,
+        space.dtype(),
+        space.python_shape(),
+        space.token_axis(),
+        writable,
+    ))
 }

@@ -1,27 +1,30 @@
 //! The store as Python calls it. `kvtier.store` gives it types, defaults and documentation.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_core::arena::backing::HugePages;
-use kvtier_core::config::{Config, DEFAULT_TIMEOUT, Memory, MemoryKind};
+use kvtier_core::config::{Config, DEFAULT_TIMEOUT, MemoryKind};
 use kvtier_core::error::{Error, Result};
+use kvtier_core::fork::Generation;
 use kvtier_core::load::Miss;
 use kvtier_core::put::{Block, Put};
 use kvtier_core::read::{Got, Out};
-use kvtier_core::store::{self, Store, TierReport};
-use kvtier_core::stats::Summary;
-use kvtier_nvme::{EngineKind, Options};
+use kvtier_core::store::Store;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyDict;
 
 use crate::buffers::View;
-use crate::errors::{from_core, raise};
+use crate::errors::{check_home, from_core, raise};
 use crate::lease::Lease;
 use crate::ops::{Completions, Finisher, Job, Operation, Outcome};
+use crate::progress::Progress;
+use crate::region::{Region, give_back};
 use crate::space::{Space, selection};
+use crate::{report, tiers};
+
+/// How long a store that nobody closed may take to close.
+const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Tiers by code.
 pub const TIERS: [&str; 3] = ["dram", "cxl", "nvme"];
@@ -84,7 +87,10 @@ pub fn deadline(py: Python<'_>, timeout: Option<f64>) -> PyResult<Instant> {
             return Err(raise(
                 py,
                 "ConfigError",
-                format!("timeout={seconds} was given; seconds from 0 on are allowed, or None for {} s", DEFAULT_TIMEOUT.as_secs()),
+                format!(
+                    "timeout={seconds} was given; seconds from 0 on are allowed, or None for {} s",
+                    DEFAULT_TIMEOUT.as_secs()
+                ),
             ));
         }
     };
@@ -122,7 +128,13 @@ fn blocks<'a>(
         .collect()
 }
 
-fn same_length(py: Python<'_>, keys: usize, what: &str, given: usize, optional: bool) -> PyResult<()> {
+fn same_length(
+    py: Python<'_>,
+    keys: usize,
+    what: &str,
+    given: usize,
+    optional: bool,
+) -> PyResult<()> {
     if given == keys || (optional && given == 0) {
         return Ok(());
     }
@@ -137,12 +149,34 @@ fn same_length(py: Python<'_>, keys: usize, what: &str, given: usize, optional: 
 #[pyclass(frozen, module = "kvtier._kvtier")]
 pub struct Core {
     store: Arc<Store>,
+    home: Generation,
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        // A store that nobody closed is closed with its last user: other threads go on meanwhile.
+        if let Some(store) = Arc::get_mut(&mut self.store)
+            && !self.home.is_stale()
+        {
+            Python::attach(|py| py.detach(|| store.close(Instant::now() + DROP_TIMEOUT).ok()));
+        }
+        give_back();
+    }
 }
 
 impl Core {
-    fn run<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&Store) -> Result<T> + Send) -> PyResult<T> {
+    fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&Store) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        check_home(py, self.home)?;
         let store = &self.store;
-        py.detach(move || work(store)).map_err(|e| from_core(py, &e))
+        let done = py
+            .detach(move || work(store))
+            .map_err(|e| from_core(py, &e));
+        give_back();
+        done
     }
 
     fn start(
@@ -165,66 +199,12 @@ impl Core {
     }
 }
 
-fn memory(tier: &Bound<'_, PyDict>, kind: MemoryKind) -> PyResult<Memory> {
-    let get = |name: &str| tier.get_item(name);
-    let size = match get("size")? {
-        Some(size) => size.extract()?,
-        None => 0,
-    };
-    let mut memory = Memory {
-        kind,
-        ..Memory::dram(size)
-    };
-    if let Some(huge) = get("huge_pages")? {
-        memory.huge_pages = match huge.extract::<&str>()? {
-            "hugetlb" => HugePages::Hugetlb,
-            "off" => HugePages::Off,
-            _ => HugePages::Transparent,
-        };
-    }
-    if let Some(prefault) = get("prefault")? {
-        memory.prefault = prefault.extract()?;
-    }
-    if let Some(node) = get("numa_node")? {
-        memory.numa_node = node.extract()?;
-    }
-    if let Some(path) = get("path")? {
-        memory.path = path.extract()?;
-    }
-    if let Some(rate) = get("emulate_gbs")? {
-        memory.emulate_gbs = rate.extract()?;
-    }
-    Ok(memory)
-}
-
-fn nvme(tier: &Bound<'_, PyDict>) -> PyResult<Options> {
-    let paths: Vec<PathBuf> = match tier.get_item("paths")? {
-        Some(paths) => paths.extract()?,
-        None => Vec::new(),
-    };
-    let size = match tier.get_item("size")? {
-        Some(size) => size.extract()?,
-        None => 0,
-    };
-    let mut options = Options::new(paths, size);
-    if let Some(engine) = tier.get_item("engine")? {
-        options.engine = match engine.extract::<&str>()? {
-            "io_uring" => EngineKind::IoUring,
-            "threads" => EngineKind::Threads,
-            _ => EngineKind::Auto,
-        };
-    }
-    if let Some(rate) = tier.get_item("emulate_gbs")? {
-        options.emulate_gbs = rate.extract()?;
-    }
-    Ok(options)
-}
-
 #[pymethods]
 impl Core {
     /// Opens a store; `tiers` are dicts with `kind`, `size` and what their kind takes.
     #[new]
     #[pyo3(signature = (tiers, policy, verify, high, low, write_budget=None, progress=None))]
+    #[expect(clippy::too_many_arguments, reason = "the options of a store")]
     fn new(
         py: Python<'_>,
         tiers: Vec<Bound<'_, PyDict>>,
@@ -242,9 +222,9 @@ impl Core {
                 None => String::new(),
             };
             match kind.as_str() {
-                "dram" => config.memory.push(memory(tier, MemoryKind::Dram)?),
-                "cxl" => config.memory.push(memory(tier, MemoryKind::Cxl)?),
-                "nvme" => config.nvme = Some(nvme(tier)?),
+                "dram" => config.memory.push(tiers::memory(tier, MemoryKind::Dram)?),
+                "cxl" => config.memory.push(tiers::memory(tier, MemoryKind::Cxl)?),
+                "nvme" => config.nvme = Some(tiers::nvme(tier)?),
                 other => {
                     return Err(raise(
                         py,
@@ -260,7 +240,7 @@ impl Core {
         config.low = low;
         config.write_budget = write_budget;
         config.progress = progress.map(|p| {
-            let state = p.state.clone();
+            let state = p.state();
             Box::new(move |done: usize, total: usize| state.set(done, total)) as _
         });
         let store = py
@@ -268,9 +248,11 @@ impl Core {
             .map_err(|e| from_core(py, &e))?;
         Ok(Core {
             store: Arc::new(store),
+            home: Generation::now(),
         })
     }
 
+    /// Stores blocks; one code a key.
     #[expect(clippy::too_many_arguments, reason = "the verb's own")]
     fn put_many(
         &self,
@@ -296,6 +278,7 @@ impl Core {
         Ok(puts.into_iter().map(put_code).collect())
     }
 
+    /// Stores a block; its code.
     #[expect(clippy::too_many_arguments, reason = "the verb's own")]
     fn put(
         &self,
@@ -324,7 +307,13 @@ impl Core {
         Ok(put_code(put))
     }
 
-    fn contains(&self, py: Python<'_>, space: &Space, keys: Vec<PyBackedBytes>) -> PyResult<Vec<bool>> {
+    /// Whether each key is resident.
+    fn contains(
+        &self,
+        py: Python<'_>,
+        space: &Space,
+        keys: Vec<PyBackedBytes>,
+    ) -> PyResult<Vec<bool>> {
         self.run(py, |store| store.contains(&space.ns, &slices(&keys)))
     }
 
@@ -340,6 +329,7 @@ impl Core {
         Ok((found.blocks, found.tokens, found.tiers, found.bytes))
     }
 
+    /// Payload bytes that a part of each block has; `None` for a miss.
     fn sizes(
         &self,
         py: Python<'_>,
@@ -352,6 +342,7 @@ impl Core {
         self.run(py, |store| store.sizes(&space.ns, &slices(&keys), &part))
     }
 
+    /// Copies blocks into buffers; one code a key.
     #[expect(clippy::too_many_arguments, reason = "the verb's own")]
     fn get_into(
         &self,
@@ -374,6 +365,7 @@ impl Core {
         Ok(gots.into_iter().map(got_code).collect())
     }
 
+    /// Views of blocks in memory.
     fn lease(
         &self,
         py: Python<'_>,
@@ -383,23 +375,45 @@ impl Core {
         timeout: Option<f64>,
     ) -> PyResult<Lease> {
         let until = deadline(py, timeout)?;
-        let leases = self.run(py, |store| store.lease(&space.ns, &slices(&keys), verify, until))?;
+        let leases = self.run(py, |store| {
+            store.lease(&space.ns, &slices(&keys), verify, until)
+        })?;
         Ok(Lease::new(leases))
     }
 
-    fn pin(&self, py: Python<'_>, space: &Space, keys: Vec<PyBackedBytes>, timeout: Option<f64>) -> PyResult<Vec<bool>> {
+    /// Keeps blocks in memory; whether each is.
+    fn pin(
+        &self,
+        py: Python<'_>,
+        space: &Space,
+        keys: Vec<PyBackedBytes>,
+        timeout: Option<f64>,
+    ) -> PyResult<Vec<bool>> {
         let until = deadline(py, timeout)?;
         self.run(py, |store| store.pin(&space.ns, &slices(&keys), until))
     }
 
-    fn unpin(&self, py: Python<'_>, space: &Space, keys: Vec<PyBackedBytes>) -> PyResult<Vec<bool>> {
+    /// Takes back one `pin` of each key.
+    fn unpin(
+        &self,
+        py: Python<'_>,
+        space: &Space,
+        keys: Vec<PyBackedBytes>,
+    ) -> PyResult<Vec<bool>> {
         self.run(py, |store| store.unpin(&space.ns, &slices(&keys)))
     }
 
-    fn remove(&self, py: Python<'_>, space: &Space, keys: Vec<PyBackedBytes>) -> PyResult<Vec<bool>> {
+    /// Removes blocks and what follows them.
+    fn remove(
+        &self,
+        py: Python<'_>,
+        space: &Space,
+        keys: Vec<PyBackedBytes>,
+    ) -> PyResult<Vec<bool>> {
         self.run(py, |store| store.remove(&space.ns, &slices(&keys)))
     }
 
+    /// Sets the caller's scores.
     fn set_importance(
         &self,
         py: Python<'_>,
@@ -407,24 +421,33 @@ impl Core {
         keys: Vec<PyBackedBytes>,
         scores: Vec<f32>,
     ) -> PyResult<Vec<bool>> {
-        self.run(py, |store| store.set_importance(&space.ns, &slices(&keys), &scores))
+        self.run(py, |store| {
+            store.set_importance(&space.ns, &slices(&keys), &scores)
+        })
     }
 
+    /// Removes all blocks of a namespace, or of the store.
     fn clear(&self, py: Python<'_>, space: Option<PyRef<'_, Space>>) -> PyResult<usize> {
         let ns = space.map(|s| s.ns.clone());
         self.run(py, move |store| store.clear(ns.as_ref()))
     }
 
+    /// Makes everything durable.
     fn flush(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let until = deadline(py, timeout)?;
         self.run(py, |store| store.flush(until))
     }
 
+    /// Flushes and ends the store.
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let until = deadline(py, timeout)?;
+        if self.home.is_stale() {
+            return Ok(()); // the parent's store is not this process's to close
+        }
         self.run(py, |store| store.close(until))
     }
 
+    /// Starts to load blocks.
     fn prefetch(
         &self,
         py: Python<'_>,
@@ -438,22 +461,23 @@ impl Core {
             None => None,
             given => Some(deadline(py, given)?),
         };
-        let job = self.run(py, |store| store.prefetch(&space.ns, &slices(&keys), to, until, priority))?;
-        Ok(Job(job))
-    }
-
-    fn register_region(&self, py: Python<'_>, buffer: &Bound<'_, PyAny>) -> PyResult<Region> {
-        let view = View::raw(buffer, true)?;
-        let (ptr, len) = (view.ptr() as usize, view.len());
-        let keep = Arc::new(Lent(Some(view)));
-        let held: Arc<dyn std::any::Any + Send + Sync> = keep.clone();
-        let region = self.run(py, move |store| {
-            // SAFETY: `keep` holds the buffer, and every operation holds `keep`.
-            unsafe { store.register_region(ptr as *mut u8, len, held) }
+        let job = self.run(py, |store| {
+            store.prefetch(&space.ns, &slices(&keys), to, until, priority)
         })?;
-        Ok(Region { region, len })
+        Ok(Job::new(job))
     }
 
+    /// Lends memory to reads from NVMe.
+    fn register_region(&self, py: Python<'_>, buffer: &Bound<'_, PyAny>) -> PyResult<Region> {
+        Region::new(py, buffer, |start, len, keep| {
+            // SAFETY: `keep` holds the buffer, and every operation holds `keep`.
+            self.run(py, move |store| unsafe {
+                store.register_region(start as *mut u8, len, keep)
+            })
+        })
+    }
+
+    /// As `put_many`; posts `token` when done.
     #[expect(clippy::too_many_arguments, reason = "the verb's own")]
     fn start_put_many(
         &self,
@@ -475,31 +499,42 @@ impl Core {
         let until = deadline(py, timeout)?;
         // The worker must not touch Python objects: it gets copies of the keys, and addresses.
         let keys: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
-        let parents: Vec<Option<Vec<u8>>> = parents.iter().map(|p| p.as_ref().map(|p| p.to_vec())).collect();
+        let parents: Vec<Option<Vec<u8>>> = parents
+            .iter()
+            .map(|p| p.as_ref().map(|p| p.to_vec()))
+            .collect();
         let replaces = replaces.map(|r| r.to_vec());
         let sources: Vec<Out> = views.iter().map(View::out).collect();
         let ns = space.ns.clone();
-        self.start(py, views, to, token, |e| Outcome::Puts(Err(e)), move |store, finisher| {
-            let inner = store.clone();
-            store.write_later(Box::new(move || {
-                let blocks: Vec<Block<'_>> = keys
-                    .iter()
-                    .zip(&sources)
-                    .enumerate()
-                    .map(|(i, (key, source))| Block {
-                        key,
-                        // SAFETY: the operation keeps the caller's buffers until it has finished.
-                        data: unsafe { std::slice::from_raw_parts(source.ptr, source.len) },
-                        parent: parents.get(i).and_then(|p| p.as_deref()),
-                        replaces: replaces.as_deref(),
-                        importance: importance.get(i).copied().unwrap_or(0.0),
-                    })
-                    .collect();
-                finisher.finish(Outcome::Puts(inner.put_many(&ns, &blocks, until)));
-            }))
-        })
+        self.start(
+            py,
+            views,
+            to,
+            token,
+            |e| Outcome::Puts(Err(e)),
+            move |store, finisher| {
+                let inner = store.clone();
+                store.write_later(Box::new(move || {
+                    let blocks: Vec<Block<'_>> = keys
+                        .iter()
+                        .zip(&sources)
+                        .enumerate()
+                        .map(|(i, (key, source))| Block {
+                            key,
+                            // SAFETY: the operation keeps the caller's buffers until it has finished.
+                            data: unsafe { std::slice::from_raw_parts(source.ptr, source.len) },
+                            parent: parents.get(i).and_then(|p| p.as_deref()),
+                            replaces: replaces.as_deref(),
+                            importance: importance.get(i).copied().unwrap_or(0.0),
+                        })
+                        .collect();
+                    finisher.finish(Outcome::Puts(inner.put_many(&ns, &blocks, until)));
+                }))
+            },
+        )
     }
 
+    /// As `get_into`; posts `token` when done.
     #[expect(clippy::too_many_arguments, reason = "the verb's own")]
     fn start_get_into(
         &self,
@@ -519,20 +554,34 @@ impl Core {
         let targets: Vec<Out> = views.iter().map(View::out).collect();
         let keys: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
         let ns = space.ns.clone();
-        self.start(py, views, to, token, |e| Outcome::Gots(Err(e)), move |store, finisher| {
-            let inner = store.clone();
-            let wanted = keys.clone();
-            let wanted: Vec<&[u8]> = wanted.iter().map(|k| &k[..]).collect();
-            let work_ns = ns.clone();
-            store.after_loading(&ns, &wanted, until, Box::new(move || {
-                let keys: Vec<&[u8]> = keys.iter().map(|k| &k[..]).collect();
-                // SAFETY: the operation keeps the caller's buffers until it has finished.
-                let gots = unsafe { inner.get_into(&work_ns, &keys, &targets, &part, until) };
-                finisher.finish(Outcome::Gots(gots));
-            }))
-        })
+        self.start(
+            py,
+            views,
+            to,
+            token,
+            |e| Outcome::Gots(Err(e)),
+            move |store, finisher| {
+                let inner = store.clone();
+                let wanted = keys.clone();
+                let wanted: Vec<&[u8]> = wanted.iter().map(|k| &k[..]).collect();
+                let work_ns = ns.clone();
+                store.after_loading(
+                    &ns,
+                    &wanted,
+                    until,
+                    Box::new(move || {
+                        let keys: Vec<&[u8]> = keys.iter().map(|k| &k[..]).collect();
+                        // SAFETY: the operation keeps the caller's buffers until it has finished.
+                        let gots =
+                            unsafe { inner.get_into(&work_ns, &keys, &targets, &part, until) };
+                        finisher.finish(Outcome::Gots(gots));
+                    }),
+                )
+            },
+        )
     }
 
+    /// As `lease`; posts `token` when done.
     #[expect(clippy::too_many_arguments, reason = "the verb's own")]
     fn start_lease(
         &self,
@@ -547,18 +596,32 @@ impl Core {
         let until = deadline(py, timeout)?;
         let keys: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
         let ns = space.ns.clone();
-        self.start(py, Vec::new(), to, token, |e| Outcome::Leases(Err(e)), move |store, finisher| {
-            let inner = store.clone();
-            let wanted = keys.clone();
-            let wanted: Vec<&[u8]> = wanted.iter().map(|k| &k[..]).collect();
-            let work_ns = ns.clone();
-            store.after_loading(&ns, &wanted, until, Box::new(move || {
-                let keys: Vec<&[u8]> = keys.iter().map(|k| &k[..]).collect();
-                finisher.finish(Outcome::Leases(inner.lease(&work_ns, &keys, verify, until)));
-            }))
-        })
+        self.start(
+            py,
+            Vec::new(),
+            to,
+            token,
+            |e| Outcome::Leases(Err(e)),
+            move |store, finisher| {
+                let inner = store.clone();
+                let wanted = keys.clone();
+                let wanted: Vec<&[u8]> = wanted.iter().map(|k| &k[..]).collect();
+                let work_ns = ns.clone();
+                store.after_loading(
+                    &ns,
+                    &wanted,
+                    until,
+                    Box::new(move || {
+                        let keys: Vec<&[u8]> = keys.iter().map(|k| &k[..]).collect();
+                        finisher
+                            .finish(Outcome::Leases(inner.lease(&work_ns, &keys, verify, until)));
+                    }),
+                )
+            },
+        )
     }
 
+    /// As `pin`; posts `token` when done.
     fn start_pin(
         &self,
         py: Python<'_>,
@@ -571,173 +634,58 @@ impl Core {
         let until = deadline(py, timeout)?;
         let keys: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
         let ns = space.ns.clone();
-        self.start(py, Vec::new(), to, token, |e| Outcome::Flags(Err(e)), move |store, finisher| {
-            let inner = store.clone();
-            let wanted = keys.clone();
-            let wanted: Vec<&[u8]> = wanted.iter().map(|k| &k[..]).collect();
-            let work_ns = ns.clone();
-            store.after_loading(&ns, &wanted, until, Box::new(move || {
-                let keys: Vec<&[u8]> = keys.iter().map(|k| &k[..]).collect();
-                finisher.finish(Outcome::Flags(inner.pin(&work_ns, &keys, until)));
-            }))
-        })
+        self.start(
+            py,
+            Vec::new(),
+            to,
+            token,
+            |e| Outcome::Flags(Err(e)),
+            move |store, finisher| {
+                let inner = store.clone();
+                let wanted = keys.clone();
+                let wanted: Vec<&[u8]> = wanted.iter().map(|k| &k[..]).collect();
+                let work_ns = ns.clone();
+                store.after_loading(
+                    &ns,
+                    &wanted,
+                    until,
+                    Box::new(move || {
+                        let keys: Vec<&[u8]> = keys.iter().map(|k| &k[..]).collect();
+                        finisher.finish(Outcome::Flags(inner.pin(&work_ns, &keys, until)));
+                    }),
+                )
+            },
+        )
     }
 
-    fn start_flush(&self, py: Python<'_>, timeout: Option<f64>, to: &Completions, token: u64) -> PyResult<Operation> {
+    /// As `flush`; posts `token` when done.
+    fn start_flush(
+        &self,
+        py: Python<'_>,
+        timeout: Option<f64>,
+        to: &Completions,
+        token: u64,
+    ) -> PyResult<Operation> {
         let until = deadline(py, timeout)?;
-        self.start(py, Vec::new(), to, token, |e| Outcome::Unit(Err(e)), move |store, finisher| {
-            let inner = store.clone();
-            store.write_later(Box::new(move || {
-                finisher.finish(Outcome::Unit(inner.flush(until)));
-            }))
-        })
+        self.start(
+            py,
+            Vec::new(),
+            to,
+            token,
+            |e| Outcome::Unit(Err(e)),
+            move |store, finisher| {
+                let inner = store.clone();
+                store.write_later(Box::new(move || {
+                    finisher.finish(Outcome::Unit(inner.flush(until)));
+                }))
+            },
+        )
     }
 
     /// The state of everything, as nested dicts of numbers.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        check_home(py, self.home)?;
         let report = py.detach(|| self.store.report());
-        let out = PyDict::new(py);
-        out.set_item("blocks", report.blocks)?;
-        out.set_item("metadata_bytes", report.metadata)?;
-        out.set_item("engine", report.engine)?;
-        for (name, value) in &report.counters {
-            out.set_item(name, value)?;
-        }
-        out.set_item("put", summary(py, &report.put)?)?;
-        out.set_item("load", summary(py, &report.load)?)?;
-        let tiers = PyDict::new(py);
-        for tier in &report.tiers {
-            tiers.set_item(tier.name, tier_dict(py, tier)?)?;
-        }
-        out.set_item("tiers", tiers)?;
-        Ok(out)
-    }
-}
-
-fn tier_dict<'py>(py: Python<'py>, tier: &TierReport) -> PyResult<Bound<'py, PyDict>> {
-    let out = PyDict::new(py);
-    out.set_item("size_bytes", tier.size)?;
-    out.set_item("capacity_bytes", tier.capacity)?;
-    out.set_item("used_bytes", tier.used)?;
-    out.set_item("blocks", tier.blocks)?;
-    out.set_item("prefaulted_bytes", tier.prefaulted)?;
-    out.set_item("quarantined_bytes", tier.quarantined)?;
-    out.set_item("emulated", tier.emulated)?;
-    for (name, value) in &tier.counters {
-        out.set_item(name, value)?;
-    }
-    out.set_item("get", summary(py, &tier.get)?)?;
-    Ok(out)
-}
-
-fn summary<'py>(py: Python<'py>, s: &Summary) -> PyResult<Bound<'py, PyDict>> {
-    let out = PyDict::new(py);
-    out.set_item("count", s.count)?;
-    out.set_item("mean_s", s.mean_s)?;
-    out.set_item("p50_s", s.p50_s)?;
-    out.set_item("p99_s", s.p99_s)?;
-    Ok(out)
-}
-
-/// The caller's memory, lent to operations. Rust threads may drop it: then it is given back by the
-/// next call that comes from Python.
-struct Lent(Option<View>);
-
-static RETURNED: parking_lot::Mutex<Vec<View>> = parking_lot::Mutex::new(Vec::new());
-
-impl Drop for Lent {
-    fn drop(&mut self) {
-        RETURNED.lock().extend(self.0.take());
-    }
-}
-
-/// Gives back memory that was lent and is no longer used. Called with the interpreter attached.
-fn give_back() {
-    let views = std::mem::take(&mut *RETURNED.lock());
-    drop(views);
-}
-
-/// Memory of the caller that NVMe reads go straight into.
-#[pyclass(frozen, module = "kvtier._kvtier")]
-pub struct Region {
-    region: Arc<store::Region>,
-    len: usize,
-}
-
-#[pymethods]
-impl Region {
-    /// Bytes.
-    #[getter]
-    fn nbytes(&self) -> usize {
-        self.len
-    }
-
-    /// Operations that still use the memory. After a call that gave `deadline`, its buffer is the
-    /// store's until this is 0.
-    fn in_flight(&self) -> usize {
-        give_back();
-        self.region.in_flight()
-    }
-}
-
-/// How far prefaulting is, for any thread to wait on.
-#[pyclass(frozen, module = "kvtier._kvtier")]
-pub struct Progress {
-    state: Arc<ProgressState>,
-}
-
-#[derive(Default)]
-struct ProgressState {
-    /// Bytes done and in all; `None` until prefaulting begins.
-    at: parking_lot::Mutex<Option<(usize, usize)>>,
-    changed: parking_lot::Condvar,
-}
-
-impl ProgressState {
-    fn set(&self, done: usize, total: usize) {
-        let mut at = self.at.lock();
-        let before = at.map_or(0, |(done, _)| done);
-        *at = Some((done.max(before), total));
-        self.changed.notify_all();
-    }
-}
-
-#[pymethods]
-impl Progress {
-    #[new]
-    fn new() -> Self {
-        Progress {
-            state: Arc::default(),
-        }
-    }
-
-    /// Waits until all is done (true) or `timeout` seconds passed; calls `report(done, total)` on
-    /// the way.
-    #[pyo3(signature = (report, timeout))]
-    fn wait(&self, py: Python<'_>, report: Option<Bound<'_, PyAny>>, timeout: Option<f64>) -> PyResult<bool> {
-        let until = deadline(py, timeout)?;
-        let mut seen = None;
-        loop {
-            let state = &self.state;
-            let (at, in_time) = py.detach(|| {
-                let mut at = state.at.lock();
-                let mut in_time = true;
-                while *at == seen && in_time {
-                    in_time = !state.changed.wait_until(&mut at, until).timed_out();
-                }
-                (*at, in_time)
-            });
-            if at != seen
-                && let (Some(report), Some(at)) = (&report, at)
-            {
-                report.call1(at)?;
-            }
-            seen = at;
-            match at {
-                Some((done, total)) if done >= total => return Ok(true),
-                _ if !in_time => return Ok(false),
-                _ => py.check_signals()?,
-            }
-        }
+        report::dict(py, &report)
     }
 }

@@ -2,12 +2,12 @@
 
 use std::ffi::{CStr, c_int, c_void};
 
-use kvtier_core::read::Leased;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyCapsuleMethods};
+use pyo3::types::{PyCapsule, PyCapsuleMethods, PyTuple};
 
 use crate::errors::raise;
+use crate::lease::Held;
 
 const CPU: i32 = 1;
 const CUDA_HOST: i32 = 3;
@@ -60,7 +60,7 @@ struct ManagedVersioned {
 /// What an exported capsule keeps alive.
 struct Export<M> {
     managed: M,
-    _leased: Leased,
+    _held: Held,
     shape: [i64; 1],
 }
 
@@ -135,9 +135,9 @@ unsafe extern "C" fn destroy<M: Context>(capsule: *mut ffi::PyObject) {
     }
 }
 
-fn capsule<M: Context>(py: Python<'_>, leased: &Leased) -> PyResult<Py<PyAny>> {
+fn capsule<M: Context>(py: Python<'_>, held: &Held) -> PyResult<Py<PyAny>> {
     let tensor = Tensor {
-        data: leased.ptr().cast_mut().cast(),
+        data: held.leased().ptr().cast_mut().cast(),
         device: Device { kind: CPU, id: 0 },
         ndim: 1,
         dtype: DataType {
@@ -151,8 +151,8 @@ fn capsule<M: Context>(py: Python<'_>, leased: &Leased) -> PyResult<Py<PyAny>> {
     };
     let export = Box::into_raw(Box::new(Export {
         managed: M::new(tensor),
-        _leased: leased.clone(),
-        shape: [leased.len() as i64],
+        _held: held.clone(),
+        shape: [held.leased().len() as i64],
     }));
     // SAFETY: `export` is ours; its address stays until the deleter frees it. The capsule owns it
     // from here on.
@@ -173,12 +173,31 @@ fn capsule<M: Context>(py: Python<'_>, leased: &Leased) -> PyResult<Py<PyAny>> {
 
 /// A capsule over a leased block, `uint8[len]` on the CPU. A versioned one says that it is
 /// read-only; the old form cannot.
-pub fn export(py: Python<'_>, leased: &Leased, versioned: bool) -> PyResult<Py<PyAny>> {
+pub fn export(py: Python<'_>, held: &Held, versioned: bool) -> PyResult<Py<PyAny>> {
     if versioned {
-        capsule::<ManagedVersioned>(py, leased)
+        capsule::<ManagedVersioned>(py, held)
     } else {
-        capsule::<Managed>(py, leased)
+        capsule::<Managed>(py, held)
     }
+}
+
+/// The name that NumPy and torch give a dtype; `None` for one that neither has.
+fn dtype_name(dtype: DataType) -> Option<String> {
+    let plain = match dtype.code {
+        0 => "int",
+        1 => "uint",
+        2 => "float",
+        4 => "bfloat",
+        5 => "complex",
+        6 => return Some("bool".into()),
+        8 => return Some("float8_e4m3".into()),
+        10 => return Some("float8_e4m3fn".into()),
+        11 => return Some("float8_e4m3fnuz".into()),
+        12 => return Some("float8_e5m2".into()),
+        13 => return Some("float8_e5m2fnuz".into()),
+        _ => return None,
+    };
+    Some(format!("{plain}{}", dtype.bits))
 }
 
 /// The bytes of another library's CPU tensor, as a buffer.
@@ -187,6 +206,8 @@ pub struct DlpackView {
     data: *mut u8,
     len: usize,
     read_only: bool,
+    dtype: String,
+    shape: Vec<i64>,
     /// Unconsumed: its destructor gives the tensor back.
     _capsule: Py<PyAny>,
 }
@@ -196,25 +217,39 @@ unsafe impl Send for DlpackView {}
 // SAFETY: as above.
 unsafe impl Sync for DlpackView {}
 
+/// The tensor of a capsule, and whether it is read-only.
+fn open<'a>(capsule: &'a Bound<'_, PyCapsule>) -> Result<(&'a Tensor, bool), String> {
+    let gone = |_| "a DLPack capsule that was consumed before, or is none, was given".to_owned();
+    if !capsule.is_valid_checked(Some(VERSIONED)) {
+        let managed = capsule.pointer_checked(Some(NAME)).map_err(gone)?;
+        // SAFETY: a capsule of this name holds this struct.
+        return Ok((unsafe { &managed.cast::<Managed>().as_ref().tensor }, false));
+    }
+    let managed = capsule.pointer_checked(Some(VERSIONED)).map_err(gone)?;
+    // SAFETY: a capsule of this name holds this struct, whose major version is checked before
+    // anything behind it is read.
+    let managed = unsafe { managed.cast::<ManagedVersioned>().as_ref() };
+    if managed.version.0 != 1 {
+        return Err(format!(
+            "DLPack version {} was given; version 1 is understood",
+            managed.version.0
+        ));
+    }
+    Ok((&managed.tensor, managed.flags & READ_ONLY != 0))
+}
+
 #[pymethods]
 impl DlpackView {
     /// Takes a capsule from `__dlpack__`.
     #[new]
-    fn new(py: Python<'_>, capsule: Bound<'_, PyCapsule>) -> PyResult<Self> {
+    fn new(py: Python<'_>, capsule: &Bound<'_, PyAny>) -> PyResult<Self> {
         let bad = |what: String| Err(raise(py, "InvalidBlockError", what));
-        let (tensor, read_only) = if capsule.is_valid_checked(Some(VERSIONED)) {
-            let managed = capsule.pointer_checked(Some(VERSIONED))?.cast::<ManagedVersioned>();
-            // SAFETY: a capsule of this name holds this struct, whose major version is checked
-            // before anything behind it is read.
-            let managed = unsafe { managed.as_ref() };
-            if managed.version.0 != 1 {
-                return bad(format!("DLPack version {} was given; version 1 is understood", managed.version.0));
-            }
-            (&managed.tensor, managed.flags & READ_ONLY != 0)
-        } else {
-            let managed = capsule.pointer_checked(Some(NAME))?.cast::<Managed>();
-            // SAFETY: a capsule of this name holds this struct.
-            (unsafe { &managed.as_ref().tensor }, false)
+        let Ok(capsule) = capsule.cast::<PyCapsule>() else {
+            return bad(format!("__dlpack__ gave {capsule} where a capsule is due"));
+        };
+        let (tensor, read_only) = match open(capsule) {
+            Ok(opened) => opened,
+            Err(why) => return bad(why),
         };
         if tensor.device.kind != CPU && tensor.device.kind != CUDA_HOST {
             return bad(format!(
@@ -235,23 +270,68 @@ impl DlpackView {
         let mut expected = 1;
         for (axis, &n) in shape.iter().enumerate().rev() {
             if !strides.is_empty() && n > 1 && strides[axis] != expected {
-                return bad(format!("a tensor of shape {shape:?} with strides {strides:?} was given; it must be contiguous. Call .contiguous() first"));
+                return bad(format!(
+                    "a tensor of shape {shape:?} with strides {strides:?} was given; it must be contiguous. Call .contiguous() first"
+                ));
             }
             expected *= n;
         }
-        let bits = expected as usize * usize::from(tensor.dtype.bits) * usize::from(tensor.dtype.lanes);
+        let dtype = tensor.dtype;
+        let name = dtype_name(dtype).filter(|_| dtype.lanes == 1 && dtype.bits % 8 == 0);
+        let Some(name) = name else {
+            return bad(format!(
+                "a tensor of DLPack dtype code {}, {} bits and {} lanes was given; whole bytes of a dtype that NumPy or torch has are taken. View it as uint8 first",
+                dtype.code, dtype.bits, dtype.lanes
+            ));
+        };
         Ok(DlpackView {
-            data: tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize),
-            len: bits / 8,
+            data: tensor
+                .data
+                .cast::<u8>()
+                .wrapping_add(tensor.byte_offset as usize),
+            len: expected as usize * usize::from(dtype.bits / 8),
             read_only,
-            _capsule: capsule.into_any().unbind(),
+            dtype: name,
+            shape: shape.to_vec(),
+            _capsule: capsule.clone().into_any().unbind(),
         })
     }
 
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    /// What an element is, as NumPy and torch name it.
+    #[getter]
+    fn dtype(&self) -> &str {
+        &self.dtype
+    }
+
+    /// Elements along each axis.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    /// Whether the memory must not be written to.
+    #[getter]
+    fn readonly(&self) -> bool {
+        self.read_only
+    }
+
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let this = slf.get();
         // SAFETY: Python's contract for `view`; the memory lives as long as the capsule.
-        unsafe { fill(slf.as_any(), view, flags, this.data, this.len, this.read_only) }
+        unsafe {
+            fill(
+                slf.as_any(),
+                view,
+                flags,
+                this.data,
+                this.len,
+                this.read_only,
+            )
+        }
     }
 }
 
@@ -278,5 +358,9 @@ pub unsafe fn fill(
             flags,
         )
     };
-    if rc == 0 { Ok(()) } else { Err(PyErr::fetch(owner.py())) }
+    if rc == 0 {
+        Ok(())
+    } else {
+        Err(PyErr::fetch(owner.py()))
+    }
 }

@@ -3,13 +3,19 @@
 //! Every verb lets go of the interpreter before it takes a lock, moves bytes or waits. No Rust
 //! thread ever attaches to Python: asynchronous work announces itself through an eventfd.
 
+mod bounds;
 mod buffers;
 mod core;
 mod dlpack;
 mod errors;
 mod lease;
 mod ops;
+mod progress;
+mod region;
+mod report;
 mod space;
+mod sync;
+mod tiers;
 mod tools;
 
 use pyo3::prelude::*;
@@ -24,9 +30,11 @@ fn _kvtier(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<ops::Completions>()?;
     m.add_class::<ops::Operation>()?;
     m.add_class::<ops::Job>()?;
-    m.add_class::<core::Region>()?;
-    m.add_class::<core::Progress>()?;
+    m.add_class::<region::Region>()?;
+    m.add_class::<progress::Progress>()?;
     m.add_class::<dlpack::DlpackView>()?;
+    m.add_class::<bounds::BareDisk>()?;
+    m.add_function(wrap_pyfunction!(bounds::bound_memcpy, m)?)?;
     m.add_function(wrap_pyfunction!(tools::check_dir, m)?)?;
     m.add_function(wrap_pyfunction!(tools::inspect_dir, m)?)?;
     m.add_function(wrap_pyfunction!(tools::probe, m)?)?;

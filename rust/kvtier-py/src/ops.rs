@@ -4,18 +4,19 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 use kvtier_core::error::{Error, Kind, Result};
+use kvtier_core::fork::Generation;
 use kvtier_core::jobs;
 use kvtier_core::load::Miss;
 use kvtier_core::put::Put;
 use kvtier_core::read::{Got, Leased};
-use parking_lot::Mutex;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 
 use crate::buffers::View;
 use crate::core::{deadline, got_code, put_code};
-use crate::errors::from_core;
+use crate::errors::{check_home, from_core};
 use crate::lease::Lease;
+use crate::sync::Mutex;
 
 /// Where finished operations of one event loop are announced.
 pub struct Mailbox {
@@ -44,7 +45,9 @@ impl Completions {
         // SAFETY: a plain system call; the descriptor is owned from here on.
         let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if fd < 0 {
-            return Err(PyOSError::new_err(std::io::Error::last_os_error().to_string()));
+            return Err(PyOSError::new_err(
+                std::io::Error::last_os_error().to_string(),
+            ));
         }
         Ok(Completions(Arc::new(Mailbox {
             // SAFETY: just opened, owned by nobody else.
@@ -108,7 +111,10 @@ impl Drop for Finisher {
         let mut slot = self.slot.lock();
         if slot.is_none() {
             // The work was dropped before it ran: whoever waits must hear of it.
-            let error = Error::new(Kind::Closed, "the store was closed before the operation ran");
+            let error = Error::new(
+                Kind::Closed,
+                "the store was closed before the operation ran",
+            );
             *slot = Some((self.lost)(error));
         }
         drop(slot);
@@ -141,6 +147,13 @@ impl Operation {
 
 #[pymethods]
 impl Operation {
+    /// Once announced: nobody wants the result. Lets go of it, and of the caller's memory.
+    fn discard(&self) {
+        let outcome = self.slot.lock().take();
+        self.views.lock().clear();
+        drop(outcome);
+    }
+
     /// The result, once announced. Lets go of the caller's memory.
     fn result(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         let outcome = self.slot.lock().take();
@@ -171,46 +184,73 @@ impl Operation {
 
 impl Drop for Operation {
     fn drop(&mut self) {
-        if self.slot.lock().is_none() && !self.views.lock().is_empty() {
-            // Dropped while the work still uses the caller's memory (interpreter exit): lending it
-            // for ever is harmless, taking it back now is not. A finished operation's result may
-            // have been taken: then `views` is empty.
-            std::mem::forget(std::mem::take(&mut *self.views.lock()));
+        // Dropped while the work still uses the caller's memory (interpreter exit), or in a fork,
+        // where the thread that held the lock does not exist: lending the memory for ever is
+        // harmless, taking it back now is not. A finished operation's result may have been taken:
+        // then `views` is empty.
+        let finished = self.slot.try_lock().is_some_and(|slot| slot.is_some());
+        if !finished && let Some(mut views) = self.views.try_lock() {
+            std::mem::forget(std::mem::take(&mut *views));
         }
     }
 }
 
 /// A prefetch under way.
 #[pyclass(frozen, module = "kvtier._kvtier")]
-pub struct Job(pub Arc<jobs::Job>);
+pub struct Job {
+    job: Arc<jobs::Job>,
+    home: Generation,
+}
+
+impl Job {
+    /// Of this process.
+    pub fn new(job: Arc<jobs::Job>) -> Self {
+        Job {
+            job,
+            home: Generation::now(),
+        }
+    }
+
+    fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&jobs::Job) -> T + Send,
+    ) -> PyResult<T> {
+        check_home(py, self.home)?;
+        let job = &self.job;
+        Ok(py.detach(move || work(job)))
+    }
+}
 
 #[pymethods]
 impl Job {
     /// Waits; true: done, false: `timeout` seconds passed.
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let until = deadline(py, timeout)?;
-        Ok(py.detach(|| self.0.wait(until)))
+        self.run(py, |job| job.wait(until))
     }
 
     /// Is it done?
-    fn done(&self, py: Python<'_>) -> bool {
-        py.detach(|| self.0.is_done())
+    fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        self.run(py, jobs::Job::is_done)
     }
 
     /// Gives up what has not been asked for yet.
-    fn cancel(&self, py: Python<'_>) {
-        py.detach(|| self.0.cancel());
+    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
+        self.run(py, jobs::Job::cancel)
     }
 
     /// One code a key, once done.
-    fn results(&self, py: Python<'_>) -> Option<Vec<u8>> {
-        let results = py.detach(|| self.0.results())?;
-        Some(results.into_iter().map(got_code).collect())
+    fn results(&self, py: Python<'_>) -> PyResult<Option<Vec<u8>>> {
+        let results = self.run(py, jobs::Job::results)?;
+        Ok(results.map(|gots| gots.into_iter().map(got_code).collect()))
     }
 
     /// Posts `token` when done.
-    fn notify(&self, py: Python<'_>, completions: &Completions, token: u64) {
+    fn notify(&self, py: Python<'_>, completions: &Completions, token: u64) -> PyResult<()> {
         let mailbox = completions.0.clone();
-        py.detach(|| self.0.on_done(Box::new(move || mailbox.post(token))));
+        self.run(py, move |job| {
+            job.on_done(Box::new(move || mailbox.post(token)))
+        })
     }
 }

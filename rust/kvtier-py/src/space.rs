@@ -20,9 +20,9 @@ pub struct Space {
 }
 
 impl Space {
-    /// The layout's dtype.
-    pub fn dtype(&self) -> &str {
-        &self.dtype
+    /// The layout's dtype; `None` for opaque blocks, which may be of any.
+    pub fn dtype(&self) -> Option<&str> {
+        (!self.ns.layout.is_opaque()).then_some(&self.dtype)
     }
 
     /// The shape of a full block, if its blocks have one.
@@ -35,8 +35,14 @@ impl Space {
         self.token_axis
     }
 
-    /// Bytes, the layout's own dtype, and bit patterns of its size are taken; others are not.
+    /// Bytes, the layout's own dtype, and bit patterns of its size are taken; others are not. An
+    /// opaque block is of any dtype whose bytes mean something by themselves.
     pub fn accepts_format(&self, format: &str, itemsize: usize) -> bool {
+        if self.dtype().is_none() {
+            // Without the names of fields, which stand between colons; a "Z" alone is a pointer.
+            let mut types = format.split(':').step_by(2);
+            return format != "Z" && !types.any(|t| t.contains(['O', 'P', 'X', 'z', '&']));
+        }
         let format = format.trim_start_matches(['@', '=', '<']);
         let own = match self.dtype.as_str() {
             "fp32" => "f",
@@ -102,6 +108,7 @@ impl Space {
     /// layer, empty for opaque blocks.
     #[new]
     #[pyo3(signature = (identity, segments, block_tokens, dtype, itemsize, shape=None, token_axis=0))]
+    #[expect(clippy::too_many_arguments, reason = "the parts of a layout")]
     fn new(
         py: Python<'_>,
         identity: &[u8],
@@ -117,7 +124,10 @@ impl Space {
         } else {
             let layers = segments
                 .into_iter()
-                .map(|(planes, token_bytes)| Layer { planes, token_bytes })
+                .map(|(planes, token_bytes)| Layer {
+                    planes,
+                    token_bytes,
+                })
                 .collect();
             Layout::new(layers, block_tokens)
         };

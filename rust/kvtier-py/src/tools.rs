@@ -10,7 +10,11 @@ use crate::errors::from_core;
 
 /// Verifies every block of an NVMe tier; `repair` drops what is damaged.
 #[pyfunction]
-pub fn check_dir<'py>(py: Python<'py>, path: PathBuf, repair: bool) -> PyResult<Bound<'py, PyDict>> {
+pub fn check_dir<'py>(
+    py: Python<'py>,
+    path: PathBuf,
+    repair: bool,
+) -> PyResult<Bound<'py, PyDict>> {
     let report = py
         .detach(|| kvtier_nvme::check(&path, repair).map_err(Error::from))
         .map_err(|e| from_core(py, &e))?;

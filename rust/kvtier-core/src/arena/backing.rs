@@ -14,7 +14,7 @@ pub trait Backing: Send + Sync {
     /// The first byte, page aligned.
     fn base(&self) -> NonNull<u8>;
     /// Bytes mapped.
-    fn len(&self) -> usize;
+    fn size(&self) -> usize;
     /// May the kernel be told that pages are no longer needed (private memory only)?
     fn is_private(&self) -> bool;
 }
@@ -50,7 +50,7 @@ impl Backing for Mapping {
     fn base(&self) -> NonNull<u8> {
         self.base
     }
-    fn len(&self) -> usize {
+    fn size(&self) -> usize {
         self.len
     }
     fn is_private(&self) -> bool {

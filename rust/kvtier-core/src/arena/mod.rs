@@ -10,11 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicUsize, Ordering};
 
 use kvtier_codec::image::PAGE;
-use kvtier_nvme::slots::{BUSY, LOST, Owner, Run, Slots};
+use kvtier_nvme::slots::{BUSY, FREE, LOST, Owner, Run, Slots};
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
-use crate::pin::PinWord;
+use crate::pin::{PinWord, Unpinned};
 use backing::Backing;
 
 /// A mapping divided into slots, with a pin word for each.
@@ -24,6 +24,8 @@ pub struct Arena {
     /// One word a page; a slot uses that of its first page.
     words: Vec<PinWord>,
     ceded: AtomicU32,
+    /// All pages from here on are ceded, or lost.
+    top: AtomicU32,
     lost: AtomicU32,
     prefaulted: AtomicUsize,
     space: Space,
@@ -33,8 +35,39 @@ pub struct Arena {
 #[derive(Default)]
 struct Space {
     waiting: AtomicUsize,
-    freed: Mutex<u64>,
-    more: Condvar,
+    changes: Mutex<u64>,
+    changed: Condvar,
+}
+
+/// Somebody who looks for room, and is told of every slot that is freed or let go while it lives.
+pub struct Waiter<'a>(&'a Space);
+
+impl Waiter<'_> {
+    /// A number that grows with each change. Read it, look for room, then [`Waiter::wait`].
+    pub fn seen(&self) -> u64 {
+        *self.0.changes.lock()
+    }
+
+    /// Waits until something changed since `seen`, or until `deadline`.
+    pub fn wait(&self, seen: u64, deadline: std::time::Instant) {
+        let mut changes = self.0.changes.lock();
+        while *changes == seen {
+            if self
+                .0
+                .changed
+                .wait_until(&mut changes, deadline)
+                .timed_out()
+            {
+                return;
+            }
+        }
+    }
+}
+
+impl Drop for Waiter<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 /// A slot that stays where it is, and keeps its bytes, while this lives.
@@ -46,12 +79,13 @@ pub struct Pin {
 impl Arena {
     /// Divides `backing` into pages, all free.
     pub fn new(backing: Box<dyn Backing>) -> Arc<Self> {
-        let pages = (backing.len() / PAGE) as u32;
+        let pages = (backing.size() / PAGE) as u32;
         Arc::new(Arena {
             backing,
             slots: Mutex::new(Slots::new(pages)),
             words: (0..pages).map(|_| PinWord::default()).collect(),
             ceded: AtomicU32::new(0),
+            top: AtomicU32::new(pages),
             lost: AtomicU32::new(0),
             prefaulted: AtomicUsize::new(0),
             space: Space::default(),
@@ -93,7 +127,7 @@ impl Arena {
 
     /// The whole mapping, for registering it with a device.
     pub fn range(&self) -> (*mut u8, usize) {
-        (self.backing.base().as_ptr(), self.backing.len())
+        (self.backing.base().as_ptr(), self.backing.size())
     }
 
     /// Takes a slot of `pages` pages, pinned once, owned by nobody yet. `None`: no hole is that
@@ -158,16 +192,17 @@ impl Arena {
     }
 
     /// Takes the slot out of use for good: its memory did not keep what was written. The pages of
-    /// a slot that others still read are lost all the same; their pins stay valid.
-    pub fn quarantine(&self, start: u32) {
+    /// a slot that others still read are lost all the same; their pins stay valid. False: it was
+    /// lost before.
+    pub fn quarantine(&self, start: u32) -> bool {
         let mut slots = self.slots.lock();
         let run = slots.iter(start, start + 1).find(|run| run.start == start);
-        if let Some(run) = run
-            && run.owner != LOST
-        {
-            slots.set_owner(start, LOST);
-            self.lost.fetch_add(run.pages, Ordering::Relaxed);
-        }
+        let Some(run) = run.filter(|run| run.owner != LOST) else {
+            return false;
+        };
+        slots.set_owner(start, LOST);
+        self.lost.fetch_add(run.pages, Ordering::Relaxed);
+        true
     }
 
     fn free(&self, start: u32) {
@@ -191,57 +226,71 @@ impl Arena {
         Some((from, to, runs))
     }
 
-    /// Hands the top `pages` pages below those ceded before over to the index. Returns the runs in
-    /// the way if there are any; nothing changes then.
-    pub fn cede(&self, pages: u32) -> std::result::Result<(), (u32, u32, Vec<Run>)> {
-        let mut slots = self.slots.lock();
-        let to = self.words.len() as u32 - self.ceded.load(Ordering::Relaxed);
+    /// The highest `pages` pages that are not ceded, and the runs in them.
+    pub fn top(&self, pages: u32) -> (u32, u32, Vec<Run>) {
+        let to = self.top.load(Ordering::Relaxed);
         let from = to.saturating_sub(pages);
-        if from == to {
-            return Err((from, to, Vec::new()));
+        (from, to, self.slots.lock().iter(from, to).collect())
+    }
+
+    /// Hands up to `pages` free pages over to the index for good, those at the highest addresses.
+    /// Returns how many.
+    pub fn cede(&self, pages: u32) -> u32 {
+        const LOOK: u32 = 1024; // pages looked through at a time
+        let mut slots = self.slots.lock();
+        let mut at = self.top.load(Ordering::Relaxed);
+        let mut taken: Vec<(u32, u32)> = Vec::new();
+        let (mut left, mut solid) = (pages, true);
+        while at > 0 && left > 0 {
+            let runs: Vec<Run> = slots.iter(at.saturating_sub(LOOK), at).collect();
+            for run in runs.into_iter().rev() {
+                let n = if run.owner == FREE {
+                    run.pages.min(left)
+                } else {
+                    0
+                };
+                let from = run.start + run.pages - n;
+                if n > 0 && slots.alloc_at(from, n, LOST) {
+                    left -= n;
+                    taken.push((from, n));
+                }
+                solid &= n > 0 || run.owner == LOST;
+                if solid {
+                    let top = if run.owner == LOST { run.start } else { from };
+                    self.top.store(top, Ordering::Relaxed);
+                }
+                solid &= n == 0 || n == run.pages;
+                at = run.start;
+                if left == 0 {
+                    break;
+                }
+            }
         }
-        if !slots.alloc_at(from, to - from, LOST) {
-            let runs = slots.iter(from, to).collect();
-            return Err((from, to, runs));
-        }
-        self.ceded.fetch_add(to - from, Ordering::Relaxed);
+        self.ceded.fetch_add(pages - left, Ordering::Relaxed);
         drop(slots);
-        if self.backing.is_private() {
+        for (from, n) in taken.into_iter().filter(|_| self.backing.is_private()) {
             let at = self
                 .backing
                 .base()
                 .as_ptr()
                 .wrapping_add(from as usize * PAGE);
             // SAFETY: the pages belong to no slot, and never will again.
-            unsafe { libc::madvise(at.cast(), (to - from) as usize * PAGE, libc::MADV_DONTNEED) };
+            unsafe { libc::madvise(at.cast(), n as usize * PAGE, libc::MADV_DONTNEED) };
         }
-        Ok(())
+        pages - left
     }
 
-    /// A number that grows with each freed slot; see [`Arena::wait_freed`].
-    pub fn freed(&self) -> u64 {
-        *self.space.freed.lock()
-    }
-
-    /// Waits until a slot was freed since `seen`, or until `deadline`. False: the deadline came.
-    pub fn wait_freed(&self, seen: u64, deadline: std::time::Instant) -> bool {
+    /// Announces that the caller looks for room: from now on it is told of what changes.
+    pub fn waiter(&self) -> Waiter<'_> {
         self.space.waiting.fetch_add(1, Ordering::SeqCst);
-        let mut freed = self.space.freed.lock();
-        let mut in_time = true;
-        while *freed == seen && in_time {
-            in_time = !self.space.more.wait_until(&mut freed, deadline).timed_out();
-        }
-        let changed = *freed != seen;
-        drop(freed);
-        self.space.waiting.fetch_sub(1, Ordering::SeqCst);
-        changed
+        Waiter(&self.space)
     }
 
-    /// Wakes all who wait for room, so that they look again.
+    /// Has all who wait for room look again.
     pub fn notify(&self) {
-        *self.space.freed.lock() += 1;
         if self.space.waiting.load(Ordering::SeqCst) > 0 {
-            self.space.more.notify_all();
+            *self.space.changes.lock() += 1;
+            self.space.changed.notify_all();
         }
     }
 
@@ -259,11 +308,11 @@ impl Arena {
         progress: &(dyn Fn(usize, usize) + Sync),
     ) {
         const CHUNK: usize = 16 << 20;
-        let (base, len) = (self.backing.base().as_ptr() as usize, self.backing.len());
+        let (base, len) = (self.backing.base().as_ptr() as usize, self.backing.size());
         let next = AtomicUsize::new(0);
         let work = || loop {
             let at = next.fetch_add(CHUNK, Ordering::Relaxed);
-            let usable = (self.words.len() as u32 - self.ceded_pages()) as usize * PAGE;
+            let usable = self.top.load(Ordering::Relaxed) as usize * PAGE;
             if at >= usable || stop() {
                 return;
             }
@@ -292,7 +341,7 @@ impl Arena {
     /// The NUMA nodes on which the first, middle and last touched pages lie.
     pub fn nodes(&self) -> Result<Vec<i32>> {
         let base = self.backing.base().as_ptr() as usize;
-        let len = self.backing.len();
+        let len = self.backing.size();
         if len == 0 {
             return Err(Error::os("an empty arena lies nowhere"));
         }
@@ -345,6 +394,12 @@ impl Pin {
         self.arena.retire(self.start);
     }
 
+    /// For memory that is never published: the slot is freed with its last pin.
+    pub fn temporary(self) -> Pin {
+        self.arena.retire(self.start);
+        self
+    }
+
     /// Frees the slot if this is its only pin; gives the pin back if not.
     pub fn discard_if_only(self) -> std::result::Result<(), Pin> {
         if self.arena.words[self.start as usize].retire_if(1) {
@@ -372,8 +427,10 @@ impl Clone for Pin {
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        if self.arena.words[self.start as usize].unpin() {
-            self.arena.free(self.start);
+        match self.arena.words[self.start as usize].unpin() {
+            Unpinned::Held => {}
+            Unpinned::Idle => self.arena.notify(),
+            Unpinned::Free => self.arena.free(self.start),
         }
     }
 }
@@ -417,15 +474,65 @@ mod tests {
     fn ceded_and_lost_pages_are_never_handed_out() {
         let arena = arena(8);
         let pin = arena.alloc(7).unwrap();
-        assert!(arena.cede(2).is_err());
+        assert_eq!(arena.cede(2), 1, "only what is free");
         pin.discard();
-        assert!(arena.cede(2).is_ok());
+        assert_eq!(arena.cede(1), 1);
         assert_eq!((arena.pages(), arena.free_pages()), (6, 6));
+        assert_eq!(arena.top(2).0, 4);
         let bad = arena.alloc(2).unwrap();
         arena.quarantine(bad.start());
         bad.discard();
         assert_eq!((arena.pages(), arena.free_pages()), (4, 4));
         assert!(arena.alloc(5).is_none());
+    }
+
+    #[test]
+    fn pages_are_ceded_past_slots_that_stay() {
+        let arena = arena(10);
+        let low = arena.alloc(4).unwrap();
+        let held = arena.alloc(3).unwrap();
+        let lost = arena.alloc(2).unwrap();
+        assert!(arena.quarantine(lost.start()) && !arena.quarantine(lost.start()));
+        lost.discard();
+        assert_eq!((arena.cede(1), arena.cede(1)), (1, 0));
+        assert_eq!(
+            arena.top(1),
+            (6, 7, arena.top(1).2),
+            "the quarantined slot is passed over"
+        );
+        low.discard();
+        assert_eq!(
+            (arena.cede(1), arena.pages(), arena.free_pages()),
+            (1, 6, 3)
+        );
+        assert!(arena.alloc(3).is_some_and(|pin| pin.start() == 0));
+        held.discard();
+        assert_eq!(arena.free_pages(), 3);
+    }
+
+    #[test]
+    fn a_temporary_slot_is_freed_with_its_last_pin() {
+        let arena = arena(4);
+        let pin = arena.alloc(2).unwrap().temporary();
+        let copy = pin.clone();
+        drop(pin);
+        assert_eq!(arena.free_pages(), 2);
+        drop(copy);
+        assert_eq!(arena.free_pages(), 4);
+    }
+
+    #[test]
+    fn who_waits_for_room_is_told_of_a_slot_that_is_let_go() {
+        let arena = arena(4);
+        let pin = arena.alloc(4).unwrap();
+        let waiter = arena.waiter();
+        let seen = waiter.seen();
+        drop(pin);
+        assert_ne!(waiter.seen(), seen);
+        waiter.wait(
+            seen,
+            std::time::Instant::now() + std::time::Duration::from_secs(60),
+        );
     }
 
     #[test]

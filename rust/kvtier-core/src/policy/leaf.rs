@@ -3,6 +3,7 @@
 use hashbrown::HashMap;
 
 use super::{Handle, Meta, Policy};
+use crate::index::grow;
 
 const NIL: u32 = u32::MAX;
 
@@ -33,15 +34,11 @@ impl<P: Policy> Leaf<P> {
 
     fn node(&mut self, block: Handle) -> &mut Node {
         let at = block as usize;
-        if self.nodes.len() <= at {
-            self.nodes.resize(
-                at + 1,
-                Node {
-                    parent: NIL,
-                    children: 0,
-                },
-            );
-        }
+        let absent = Node {
+            parent: NIL,
+            children: 0,
+        };
+        grow(&mut self.nodes, at, absent);
         &mut self.nodes[at]
     }
 }

@@ -1,6 +1,7 @@
 //! A doubly linked list over handles, in one growing array.
 
 use super::Handle;
+use crate::index::grow;
 
 const NIL: u32 = u32::MAX;
 
@@ -60,9 +61,7 @@ impl<const N: usize> Lists<N> {
 
     /// Puts a handle that is in no list at the newest end.
     pub fn push(&mut self, list: usize, h: Handle) {
-        if self.links.len() <= h as usize {
-            self.links.resize(h as usize + 1, UNLINKED);
-        }
+        grow(&mut self.links, h as usize, UNLINKED);
         debug_assert_eq!(self.links[h as usize].list, 0);
         let newest = self.ends[list].1;
         self.links[h as usize] = Link {

@@ -6,10 +6,12 @@
 mod leaf;
 mod list;
 mod lru;
+mod lru_leaf;
 mod s3fifo;
 
 pub use leaf::Leaf;
 pub use lru::Lru;
+pub use lru_leaf::LruLeaf;
 pub use s3fifo::S3Fifo;
 
 use crate::error::{Error, Kind, Result};
@@ -66,7 +68,7 @@ pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
     Ok(match name {
         "lru" => Box::new(Lru::default()),
         "s3-fifo" => Box::new(S3Fifo::new(pages)),
-        "lru-leaf" => Box::new(Leaf::new(Lru::default())),
+        "lru-leaf" => Box::new(LruLeaf::default()),
         "s3-fifo-leaf" => Box::new(Leaf::new(S3Fifo::new(pages))),
         _ => {
             return Err(Error::new(

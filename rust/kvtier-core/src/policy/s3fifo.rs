@@ -6,6 +6,7 @@ use hashbrown::{HashMap, HashSet};
 
 use super::list::Lists;
 use super::{Handle, Meta, Policy};
+use crate::index::grow;
 
 const SMALL: usize = 0;
 const MAIN: usize = 1;
@@ -109,9 +110,7 @@ impl S3Fifo {
 
 impl Policy for S3Fifo {
     fn on_insert(&mut self, block: Handle, meta: &Meta) {
-        if self.nodes.len() <= block as usize {
-            self.nodes.resize(block as usize + 1, Node::default());
-        }
+        grow(&mut self.nodes, block as usize, Node::default());
         self.nodes[block as usize] = Node {
             fingerprint: meta.fingerprint,
             pages: meta.pages,

@@ -1,0 +1,326 @@
+//! NVMe as the core sees it: room there, what leaves it, and what is written to be kept.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hashbrown::HashSet;
+use kvtier_nvme::Slot;
+
+use crate::error::{Error, Kind, Result};
+use crate::index::{Cold, NOWHERE};
+use crate::load::Miss;
+use crate::mover::{Sent, Why};
+use crate::order::Known;
+use crate::policy::Handle;
+use crate::store::Inner;
+
+/// How long a slot's new use waits for the record that frees it.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What may leave NVMe so that a block finds room there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Room {
+    /// Nothing.
+    Free,
+    /// Blocks that lie nowhere else: copies of what is in memory are worth as much as the new one.
+    Spare,
+    /// Whatever is coldest.
+    Coldest,
+}
+
+impl Inner {
+    /// A slot on NVMe; evicts there until there is room.
+    pub(crate) fn reserve_cold(
+        &self,
+        pages: u32,
+        room: Room,
+        deadline: Instant,
+        stop: &dyn Fn() -> bool,
+    ) -> Option<Slot> {
+        let cold = self.cold.as_ref()?;
+        for _ in 0..256 {
+            if let Some(slot) = cold.tier.reserve(pages) {
+                return Some(slot);
+            }
+            if room == Room::Free
+                || cold.is_failed()
+                || self.mover.is_stalled()
+                || pages > cold.tier.max_slot_pages()
+                || stop()
+            {
+                return None;
+            }
+            let soon = cold.tier.free_soon_pages();
+            if soon < u64::from(pages) {
+                let mut freed = 0;
+                if cold.tier.free_pages() >= u64::from(pages) {
+                    // Where a block stands says nothing of its worth: none with followers leaves.
+                    let window = cold.tier.window(pages);
+                    freed = window
+                        .into_iter()
+                        .filter(|&h| !self.order.lock().has_children(h))
+                        .map(|h| self.evict_cold(h, room))
+                        .sum();
+                }
+                if freed == 0 {
+                    // More than is needed: a freed slot costs a wait for its record.
+                    let share = (cold.tier.capacity_pages() / 64).min(2048) as u32;
+                    freed = self.evict_coldest((2 * pages).max(share), usize::MAX, room);
+                }
+                if freed == 0 && soon == 0 {
+                    return None;
+                }
+            }
+            // A freed slot is reused only once the record that frees it is durable.
+            let deadline = deadline.min(Instant::now() + PATIENCE);
+            cold.tier.flush(Some(deadline)).ok()?;
+        }
+        None
+    }
+
+    /// Lets the coldest `count` blocks of NVMe go, whose entries are needed.
+    pub(crate) fn forget_coldest(&self, count: usize) {
+        if self.cold.is_some() {
+            self.evict_coldest(u32::MAX, count, Room::Spare);
+        }
+    }
+
+    /// Evicts from NVMe, in the policy's order, until so many pages or blocks have left. Returns how
+    /// many pages.
+    fn evict_coldest(&self, pages: u32, count: usize, room: Room) -> u32 {
+        const BATCH: usize = 64;
+        let tier = self.memory.len();
+        let (mut freed, mut gone) = (0, 0);
+        let mut left = self.order.lock().policy(tier).len();
+        while freed < pages && gone < count && left > 0 {
+            let mut victims = Vec::with_capacity(BATCH);
+            self.order.lock().policy(tier).victims(
+                BATCH.min(count - gone),
+                &mut |_| true,
+                &mut victims,
+            );
+            // Those that stay go to the far end of the order: each is looked at once.
+            left = left.saturating_sub(victims.len());
+            if victims.is_empty() {
+                break;
+            }
+            for h in victims {
+                if freed < pages {
+                    let n = self.evict_cold(h, room);
+                    freed += n;
+                    gone += usize::from(n > 0);
+                }
+            }
+        }
+        freed
+    }
+
+    /// Takes a block off NVMe. Returns its pages; 0 if it stays.
+    fn evict_cold(&self, h: Handle, room: Room) -> u32 {
+        let Some(cold) = &self.cold else {
+            return 0;
+        };
+        let mut shard = self.index.shard(h);
+        let Some(entry) = shard.get_mut(h) else {
+            return 0;
+        };
+        let Some(place) = entry.cold else {
+            return 0;
+        };
+        let id = entry.id;
+        let in_memory = entry.in_memory().is_some();
+        let mut order = self.order.lock();
+        if if in_memory {
+            room != Room::Coldest
+        } else {
+            order.has_children(h) // they are kept above
+        } {
+            order.policy(self.memory.len()).on_hit(h);
+            return 0;
+        }
+        if in_memory {
+            entry.cold = None;
+            order.policy(self.memory.len()).on_remove(h);
+            cold.tier.remove(place.slot, &id);
+            cold.stats.drops.add(1);
+        } else {
+            self.drop_entry(&mut shard, &mut order, h);
+            cold.stats.evictions.add(1);
+        }
+        place.slot.pages
+    }
+
+    /// Writes every block that is only in memory to NVMe, parents first, and makes it durable.
+    ///
+    /// # Errors
+    /// [`Kind::Deadline`]; [`Kind::Full`] if some do not fit, or must not be written;
+    /// [`Kind::Storage`] if the device fails.
+    pub(crate) fn persist(self: &Arc<Self>, deadline: Instant) -> Result<()> {
+        let Some(cold) = &self.cold else {
+            return Ok(());
+        };
+        let dirty = self.dirty();
+        let dirty = self.order.lock().parents_first(&dirty);
+        let late = || {
+            Error::new(
+                Kind::Deadline,
+                "not every block reached NVMe before the deadline. Wait longer; what was written is kept",
+            )
+        };
+        let errors = cold.stats.errors.get();
+        let mut stuck: HashSet<Handle> = HashSet::new();
+        for &known in &dirty {
+            if Instant::now() >= deadline {
+                return Err(late());
+            }
+            let parent = self.order.lock().parent(known.0);
+            let orphan = parent.is_some_and(|parent| stuck.contains(&parent));
+            let room = if stuck.is_empty() {
+                Room::Spare
+            } else {
+                Room::Free
+            };
+            match self.persist_one(known, orphan, room, deadline) {
+                Sent::Away => {}
+                Sent::Refused => {
+                    stuck.insert(known.0);
+                }
+                Sent::Late => return Err(late()),
+            }
+        }
+        if !self.mover.settle(deadline) {
+            return Err(late());
+        }
+        cold.tier.flush(Some(deadline)).map_err(Error::from)?;
+        self.say_what_stayed(&dirty, cold.stats.errors.get() > errors)
+    }
+
+    /// Blocks that lie only in memory.
+    fn dirty(&self) -> Vec<Known> {
+        let mut dirty: Vec<Known> = Vec::new();
+        self.index.for_each_shard(|shard| {
+            let handles: Vec<Handle> = shard.handles().collect();
+            dirty.extend(handles.into_iter().filter_map(|h| {
+                let entry = shard.get(h)?;
+                entry.cold.is_none().then_some((h, entry.epoch))
+            }));
+        });
+        dirty
+    }
+
+    fn persist_one(
+        self: &Arc<Self>,
+        (h, epoch): Known,
+        orphan: bool,
+        room: Room,
+        deadline: Instant,
+    ) -> Sent {
+        let (entry, tier, pin) = {
+            let mut shard = self.index.shard(h);
+            let Some(entry) = shard.get_same(h, epoch).filter(|e| e.cold.is_none()) else {
+                return Sent::Away;
+            };
+            let entry = entry.clone();
+            let Some((tier, start)) = entry.in_memory() else {
+                return Sent::Away;
+            };
+            let Some(pin) = self.memory[tier].arena.pin(start) else {
+                return Sent::Away;
+            };
+            (entry, tier, pin)
+        };
+        if orphan || !self.can_write(&entry) {
+            return Sent::Refused;
+        }
+        self.write_down(tier, h, entry, pin, Why::Persist(room), deadline)
+    }
+
+    /// An error if some of these blocks still lie only in memory.
+    fn say_what_stayed(&self, blocks: &[Known], failing: bool) -> Result<()> {
+        let Some(cold) = &self.cold else {
+            return Ok(());
+        };
+        let (mut count, mut bytes, mut unaffordable) = (0, 0, false);
+        for &(h, epoch) in blocks {
+            let mut shard = self.index.shard(h);
+            if let Some(entry) = shard.get_same(h, epoch).filter(|e| e.cold.is_none()) {
+                count += 1;
+                bytes += entry.shape.payload();
+                unaffordable |= self.is_unaffordable(entry);
+            }
+        }
+        if count == 0 {
+            return Ok(());
+        }
+        let (kind, why) = if failing || cold.is_failed() || self.mover.is_stalled() {
+            (
+                Kind::Storage,
+                "the device fails, or does not answer. See to the device",
+            )
+        } else if unaffordable {
+            (Kind::Full, "the write budget is spent. Wait, or raise it")
+        } else {
+            (
+                Kind::Full,
+                "there is no room for them on NVMe. Use a larger NVMe tier",
+            )
+        };
+        Err(Error::new(
+            kind,
+            format!("{count} blocks of {bytes} bytes in all stay in memory only: {why}"),
+        ))
+    }
+
+    /// Bytes in memory were not what was put: the slot is never used again, the block is dropped
+    /// there, and leaves the store if it lies nowhere else.
+    pub(crate) fn lose_memory(&self, (h, epoch): Known, tier: usize, start: u32) {
+        let memory = &self.memory[tier];
+        let mut shard = self.index.shard(h);
+        let Some(entry) = shard.get_same(h, epoch).filter(|e| e.memory[tier] == start) else {
+            return; // somebody saw it first
+        };
+        if !memory.arena.quarantine(start) {
+            return; // as above; it is about to be removed
+        }
+        memory.stats.corrupt.add(1);
+        if entry.is_beside(tier) {
+            entry.memory[tier] = NOWHERE;
+            self.order.lock().policy(tier).on_remove(h);
+            memory.arena.retire(start);
+            return;
+        }
+        drop(shard);
+        self.remove_tree((h, epoch));
+    }
+
+    /// A place on NVMe failed a reader. Says what the reader should report: if the block has moved
+    /// meanwhile, the place was simply outdated.
+    pub(crate) fn lose_cold(&self, (h, epoch): Known, place: &Cold, miss: Miss) -> Miss {
+        let Some(cold) = &self.cold else {
+            return Miss::Absent;
+        };
+        let mut shard = self.index.shard(h);
+        let Some(entry) = shard
+            .get_same(h, epoch)
+            .filter(|e| e.cold.as_ref() == Some(place))
+        else {
+            return Miss::Absent;
+        };
+        match miss {
+            Miss::Corrupt => cold.stats.corrupt.add(1),
+            _ => cold.stats.errors.add(1),
+        }
+        if self.is_closed() && miss == Miss::Device {
+            return miss; // the device may be sound: it takes no reads any more
+        }
+        cold.tier.quarantine(place.slot, &entry.id);
+        if entry.in_memory().is_some() {
+            entry.cold = None;
+            self.order.lock().policy(self.memory.len()).on_remove(h);
+            return miss;
+        }
+        drop(shard);
+        self.remove_tree((h, epoch));
+        miss
+    }
+}

@@ -1,0 +1,90 @@
+//! How far the background is with backing the store's memory.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Instant;
+
+use pyo3::prelude::*;
+
+use crate::core::deadline;
+
+/// How far prefaulting is, for any thread to wait on.
+#[pyclass(frozen, module = "kvtier._kvtier")]
+pub struct Progress {
+    state: Arc<ProgressState>,
+}
+
+type At = Option<(usize, usize)>;
+
+/// Shared with the threads that do it.
+#[derive(Default)]
+pub struct ProgressState {
+    /// Bytes done and in all; `None` until prefaulting begins.
+    at: Mutex<At>,
+    changed: Condvar,
+}
+
+impl ProgressState {
+    /// Notes that `done` of `total` bytes are backed.
+    pub fn set(&self, done: usize, total: usize) {
+        let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = at.map_or(0, |(done, _)| done);
+        *at = Some((done.max(before), total));
+        self.changed.notify_all();
+    }
+
+    /// Waits until it is no longer `seen`, or until `deadline`; says whether that was in time.
+    fn wait(&self, seen: At, deadline: Instant) -> (At, bool) {
+        let at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let (at, ended) = self
+            .changed
+            .wait_timeout_while(at, left, |at| *at == seen)
+            .unwrap_or_else(PoisonError::into_inner);
+        (*at, !ended.timed_out())
+    }
+}
+
+impl Progress {
+    /// What the background reports to.
+    pub fn state(&self) -> Arc<ProgressState> {
+        self.state.clone()
+    }
+}
+
+#[pymethods]
+impl Progress {
+    #[new]
+    fn new() -> Self {
+        Progress {
+            state: Arc::default(),
+        }
+    }
+
+    /// Waits until all is done (true) or `timeout` seconds passed; calls `report(done, total)` on
+    /// the way.
+    #[pyo3(signature = (report, timeout))]
+    fn wait(
+        &self,
+        py: Python<'_>,
+        report: Option<Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<bool> {
+        let until = deadline(py, timeout)?;
+        let mut seen = None;
+        loop {
+            let state = &self.state;
+            let (at, in_time) = py.detach(|| state.wait(seen, until));
+            if at != seen
+                && let (Some(report), Some(at)) = (&report, at)
+            {
+                report.call1(at)?;
+            }
+            seen = at;
+            match at {
+                Some((done, total)) if done >= total => return Ok(true),
+                _ if !in_time => return Ok(false),
+                _ => py.check_signals()?,
+            }
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! The state of a store as nested dicts of numbers.
+
+use kvtier_core::stats::Summary;
+use kvtier_core::store::{Report, TierReport};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// The dict that `Store.stats` gives.
+pub fn dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
+    let out = PyDict::new(py);
+    out.set_item("blocks", report.blocks)?;
+    out.set_item("metadata_bytes", report.metadata)?;
+    out.set_item("engine", report.engine)?;
+    for (name, value) in &report.counters {
+        out.set_item(name, value)?;
+    }
+    out.set_item("put", summary(py, &report.put)?)?;
+    out.set_item("load", summary(py, &report.load)?)?;
+    let tiers = PyDict::new(py);
+    for tier in &report.tiers {
+        tiers.set_item(tier.name, tier_dict(py, tier)?)?;
+    }
+    out.set_item("tiers", tiers)?;
+    Ok(out)
+}
+
+fn tier_dict<'py>(py: Python<'py>, tier: &TierReport) -> PyResult<Bound<'py, PyDict>> {
+    let out = PyDict::new(py);
+    out.set_item("size_bytes", tier.size)?;
+    out.set_item("capacity_bytes", tier.capacity)?;
+    out.set_item("used_bytes", tier.used)?;
+    out.set_item("blocks", tier.blocks)?;
+    out.set_item("prefaulted_bytes", tier.prefaulted)?;
+    out.set_item("quarantined_bytes", tier.quarantined)?;
+    out.set_item("emulated", tier.emulated)?;
+    for (name, value) in &tier.counters {
+        out.set_item(name, value)?;
+    }
+    out.set_item("get", summary(py, &tier.get)?)?;
+    Ok(out)
+}
+
+fn summary<'py>(py: Python<'py>, s: &Summary) -> PyResult<Bound<'py, PyDict>> {
+    let out = PyDict::new(py);
+    out.set_item("count", s.count)?;
+    out.set_item("mean_s", s.mean_s)?;
+    out.set_item("p50_s", s.p50_s)?;
+    out.set_item("p99_s", s.p99_s)?;
+    Ok(out)
+}
