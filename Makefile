@@ -25,8 +25,8 @@ bench: $(VENV)/.built
 lint: $(VENV)/.built
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
-	$(BIN)/ruff check python tests
-	$(BIN)/ruff format --check python tests
+	$(BIN)/ruff check python tests benches examples scripts
+	$(BIN)/ruff format --check python tests benches examples scripts
 	$(BIN)/mypy
 
 build: $(VENV)/.built

@@ -46,7 +46,7 @@ impl Store {
     /// deadline had passed at the call) or [`Kind::Deadline`].
     pub fn put(&self, ns: &Namespace, block: &Block<'_>, deadline: Instant) -> Result<Put> {
         self.inner.check_open()?;
-        let shape = ns.layout.shape(block.data.len())?;
+        let shape = check(ns, block)?;
         self.inner.put(ns, block, shape, deadline)
     }
 
@@ -61,10 +61,7 @@ impl Store {
         self.inner.check_open()?;
         let shapes = blocks
             .iter()
-            .map(|block| {
-                key::id(&ns.digest, block.key)?;
-                ns.layout.shape(block.data.len())
-            })
+            .map(|block| check(ns, block))
             .collect::<Result<Vec<_>>>()?;
         blocks
             .iter()
@@ -82,6 +79,26 @@ impl Store {
     }
 }
 
+/// The shape of a block whose key, data and companions are all right: nothing is stored before.
+fn check(ns: &Namespace, block: &Block<'_>) -> Result<Shape> {
+    for key in [Some(block.key), block.parent, block.replaces]
+        .into_iter()
+        .flatten()
+    {
+        key::id(&ns.digest, key)?;
+    }
+    if !block.importance.is_finite() || block.importance < 0.0 {
+        return Err(Error::new(
+            Kind::InvalidBlock,
+            format!(
+                "importance {} was given; a finite score of at least 0 is needed",
+                block.importance
+            ),
+        ));
+    }
+    ns.layout.shape(block.data.len())
+}
+
 impl Inner {
     fn put(
         &self,
@@ -92,15 +109,6 @@ impl Inner {
     ) -> Result<Put> {
         let started = Instant::now();
         let id = key::id(&ns.digest, block.key)?;
-        if !block.importance.is_finite() || block.importance < 0.0 {
-            return Err(Error::new(
-                Kind::InvalidBlock,
-                format!(
-                    "importance {} was given; a finite score of at least 0 is needed",
-                    block.importance
-                ),
-            ));
-        }
         if let Some(tier) = self.touch(&id, Some(shape))? {
             self.stats.present.add(1);
             return Ok(Put::Present(tier));

@@ -285,6 +285,7 @@ impl Store {
 
     /// Takes back one [`Store::pin`] of each key. Says which had one.
     pub fn unpin(&self, ns: &Namespace, keys: &[&[u8]]) -> Result<Vec<bool>> {
+        self.inner.check_open()?;
         let ids = ns.ids(keys)?;
         let mut pinned = self.inner.pinned.lock();
         Ok(ids
