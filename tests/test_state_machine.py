@@ -389,4 +389,4 @@ TestMemory.settings = settings(max_examples=15, stateful_step_count=30, phases=[
 TestDisk = DiskMachine.TestCase
 TestDisk.settings = settings(max_examples=15, stateful_step_count=30, phases=[Phase.generate])
 TestThreeTiers = ThreeTierMachine.TestCase
-TestThreeTiers.settings = settings(max_examples=8, stateful_step_count=30, phases=[Phase.generate])
+TestThreeTiers.settings = settings(max_examples=4, stateful_step_count=30, phases=[Phase.generate])
