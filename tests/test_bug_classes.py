@@ -12,8 +12,6 @@ import gc
 import json
 import os
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +23,7 @@ import torch
 from blocks import KIB, MIB, key, keys, payload, slow_store
 from kvtier import DeadlineError, Dram, FullError, InvalidBlockError, KVLayout, Nvme, Result, StorageError, Store
 from kvtier._kvtier import check_dir
-
-TESTS = Path(__file__).parent
+from programs import program
 
 
 def data_file(nvme: Nvme) -> Path:
@@ -95,8 +92,7 @@ for name in keys(10, "later"):
     store.put(name, payload(name, 100 * KIB))
 os._exit(0)
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    subprocess.run([sys.executable, "-c", text, str(tiers[1].paths[0])], check=True, env=environment)
+    program(text, tiers[1].path).check_returncode()
     with Store(*tiers) as store:
         assert store.contains(keys(10)) == [True] * 10
         for name in [*keys(10), *keys(10, "later")]:
@@ -502,7 +498,5 @@ before = used()
 threading.Event().wait(1)
 print(json.dumps(used() - before))
 """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", text, str(tmp_path / "kv"), engine]
-    run = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+    run = program(text, tmp_path / "kv", engine)
     assert json.loads(run.stdout) < 0.3, "of a second"

@@ -6,19 +6,15 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blocks import KIB, MIB, key, keys, payload, slow_store
 from kvtier import ClosedError, Dram, FullError, LockedError, Nvme, Store
-
-TESTS = Path(__file__).parent
+from programs import program
 
 
 def in_child(run: Callable[[], None]) -> None:
@@ -136,18 +132,6 @@ def test_multiprocessing_by_fork(tiers: tuple[Dram, Nvme]) -> None:
         process.join(60)
         assert process.exitcode == 0
         assert store.put(key("a"), b"a").stored
-
-
-def program(text: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", text, *map(str, arguments)],
-        text=True,
-        capture_output=True,
-        check=False,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])} | environment,
-    )
 
 
 def test_a_second_process_is_told_who_holds_the_directory(tiers: tuple[Dram, Nvme]) -> None:

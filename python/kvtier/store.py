@@ -479,9 +479,9 @@ class Store(Namespace):
         return self._core.report()
 
     def close(self, timeout: float | None = None) -> None:
-        """Flush, end all threads and let go of the directory. Blocks for at most ``timeout`` seconds (default 30), even
-        if a device hangs. Leases stay valid; blocks that fit neither on NVMe nor into the write budget are lost. Closing
-        twice is allowed.
+        """Flush, end all threads, let go of the directory and of the memory that no lease holds. Blocks for at most
+        ``timeout`` seconds (default 30), even if a device hangs. Leases stay valid; blocks that fit neither on NVMe nor
+        into the write budget are lost. Closing twice is allowed.
 
         Raises:
             DeadlineError: not all was written in time.

@@ -14,7 +14,7 @@ use crate::arena::{Arena, Pin, backing};
 use crate::config::{Config, Memory, Progress};
 use crate::error::{Error, Kind, Result};
 use crate::fork;
-use crate::index::Index;
+use crate::index::{Index, NOWHERE};
 use crate::jobs::Prefetcher;
 use crate::key;
 use crate::layout::Layout;
@@ -147,6 +147,13 @@ fn memory_tier(m: &Memory) -> Result<MemoryTier> {
     })
 }
 
+fn no_thread(name: &str, e: &std::io::Error) -> Error {
+    Error::new(
+        Kind::Storage,
+        format!("cannot start the thread {name}: {e}. Raise the limit on processes (ulimit -u)"),
+    )
+}
+
 impl Store {
     /// Opens a store: maps its memory, opens or creates its NVMe tier and reads the journal there.
     pub fn open(config: Config) -> Result<Self> {
@@ -191,10 +198,7 @@ impl Store {
             }
         };
         let cores = std::thread::available_parallelism().map_or(2, usize::from);
-        let start = |name: &str, n| {
-            Workers::new(name, n)
-                .map_err(|e| Error::new(Kind::Storage, format!("starting threads: {e}")))
-        };
+        let start = |name: &str, n| Workers::new(name, n).map_err(|e| no_thread(name, &e));
         let inner = Arc::new(Inner {
             index: Index::default(),
             order: Mutex::new(Order::new(policies)),
@@ -265,7 +269,7 @@ impl Store {
         let inner = self.inner.clone();
         self.threads
             .spawn(name, move || run(&inner))
-            .map_err(|e| Error::new(Kind::Storage, format!("starting {name}: {e}")))
+            .map_err(|e| no_thread(name, &e))
     }
 
     /// Which of these keys are resident.
@@ -374,8 +378,8 @@ impl Store {
         self.inner.persist(deadline)
     }
 
-    /// Flushes as far as NVMe has room, ends all threads and lets go of the directory. Leases stay
-    /// valid. Done by the deadline even if a device hangs; then what is in flight is leaked and the
+    /// Flushes as far as NVMe has room, ends all threads and lets go of the directory and of all
+    /// memory that no lease holds. Done by the deadline even if a device hangs; then what is in flight is leaked and the
     /// lock kept, and the error says so. Closing twice is allowed.
     pub fn close(&self, deadline: Instant) -> Result<()> {
         let inner = &self.inner;
@@ -408,6 +412,7 @@ impl Store {
         for pool in [&inner.readers, &inner.writers, &inner.workers] {
             ended &= pool.stop(deadline);
         }
+        inner.let_go();
         flushed.and(closed)?;
         if ended {
             return Ok(());
@@ -448,6 +453,26 @@ impl Inner {
             ));
         }
         Ok(())
+    }
+
+    /// Gives the memory back to the machine, except what leases and requests in flight hold.
+    fn let_go(&self) {
+        self.index.for_each_shard(|shard| {
+            for h in shard.handles().collect::<Vec<_>>() {
+                let Some(entry) = shard.get_mut(h) else {
+                    continue;
+                };
+                for (memory, place) in self.memory.iter().zip(&mut entry.memory) {
+                    let start = std::mem::replace(place, NOWHERE);
+                    if start != NOWHERE {
+                        memory.arena.retire(start);
+                    }
+                }
+            }
+        });
+        for memory in &self.memory {
+            memory.arena.close();
+        }
     }
 
     /// Is the store being closed?

@@ -21,7 +21,7 @@ use crate::ops::{Completions, Finisher, Job, Operation, Outcome};
 use crate::progress::Progress;
 use crate::region::{Region, give_back};
 use crate::space::{Space, selection};
-use crate::{report, tiers};
+use crate::{log, report, tiers};
 
 /// How long a store that nobody closed may take to close.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
@@ -158,7 +158,10 @@ impl Drop for Core {
         if let Some(store) = Arc::get_mut(&mut self.store)
             && !self.home.is_stale()
         {
-            Python::attach(|py| py.detach(|| store.close(Instant::now() + DROP_TIMEOUT).ok()));
+            Python::attach(|py| {
+                py.detach(|| store.close(Instant::now() + DROP_TIMEOUT).ok());
+                log::pass_on(py);
+            });
         }
         give_back();
     }
@@ -176,6 +179,7 @@ impl Core {
             .detach(move || work(store))
             .map_err(|e| from_core(py, &e));
         give_back();
+        log::pass_on(py);
         done
     }
 
@@ -243,11 +247,10 @@ impl Core {
             let state = p.state();
             Box::new(move |done: usize, total: usize| state.set(done, total)) as _
         });
-        let store = py
-            .detach(|| Store::open(config))
-            .map_err(|e| from_core(py, &e))?;
+        let opened = py.detach(|| Store::open(config));
+        log::pass_on(py);
         Ok(Core {
-            store: Arc::new(store),
+            store: Arc::new(opened.map_err(|e| from_core(py, &e))?),
             home: Generation::now(),
         })
     }
@@ -686,6 +689,7 @@ impl Core {
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         check_home(py, self.home)?;
         let report = py.detach(|| self.store.report());
+        log::pass_on(py);
         report::dict(py, &report)
     }
 }

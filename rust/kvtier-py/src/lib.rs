@@ -9,6 +9,7 @@ mod core;
 mod dlpack;
 mod errors;
 mod lease;
+mod log;
 mod ops;
 mod progress;
 mod region;
@@ -23,6 +24,7 @@ use pyo3::prelude::*;
 /// The native half of kvtier; use it through the package `kvtier`.
 #[pymodule(gil_used = false)]
 fn _kvtier(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    log::install();
     m.add_class::<core::Core>()?;
     m.add_class::<space::Space>()?;
     m.add_class::<lease::Lease>()?;

@@ -7,6 +7,16 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::from_core;
+use crate::log;
+
+fn looked<T: Send>(
+    py: Python<'_>,
+    look: impl FnOnce() -> Result<T, kvtier_nvme::Error> + Send,
+) -> PyResult<T> {
+    let found = py.detach(|| look().map_err(Error::from));
+    log::pass_on(py);
+    found.map_err(|e| from_core(py, &e))
+}
 
 /// Verifies every block of an NVMe tier; `repair` drops what is damaged.
 #[pyfunction]
@@ -15,9 +25,7 @@ pub fn check_dir<'py>(
     path: PathBuf,
     repair: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let report = py
-        .detach(|| kvtier_nvme::check(&path, repair).map_err(Error::from))
-        .map_err(|e| from_core(py, &e))?;
+    let report = looked(py, || kvtier_nvme::check(&path, repair))?;
     let out = PyDict::new(py);
     out.set_item("blocks", report.blocks)?;
     out.set_item("bytes", report.bytes)?;
@@ -37,9 +45,7 @@ pub fn copy_kernel() -> &'static str {
 /// What the journal of an NVMe tier says; reads no blocks and takes no lock.
 #[pyfunction]
 pub fn inspect_dir<'py>(py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
-    let found = py
-        .detach(|| kvtier_nvme::inspect(&path).map_err(Error::from))
-        .map_err(|e| from_core(py, &e))?;
+    let found = looked(py, || kvtier_nvme::inspect(&path))?;
     let out = PyDict::new(py);
     out.set_item("version", found.version)?;
     out.set_item("uuid", found.uuid)?;
@@ -61,7 +67,7 @@ pub fn inspect_dir<'py>(py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, P
 /// What a directory and its file system offer to an NVMe tier.
 #[pyfunction]
 pub fn probe<'py>(py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
-    let found = py.detach(|| kvtier_nvme::probe(&path));
+    let found = looked(py, || Ok(kvtier_nvme::probe(&path)))?;
     let out = PyDict::new(py);
     out.set_item("io_uring", found.io_uring)?;
     out.set_item("io_uring_reason", found.io_uring_reason)?;

@@ -2,10 +2,13 @@
 
 use std::fs::OpenOptions;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 
 use kvtier_codec::image::PAGE;
+use kvtier_nvme::device::lock::Lock;
+use parking_lot::Mutex;
 
 use crate::error::{Error, Kind, Result};
 
@@ -17,6 +20,8 @@ pub trait Backing: Send + Sync {
     fn size(&self) -> usize;
     /// May the kernel be told that pages are no longer needed (private memory only)?
     fn is_private(&self) -> bool;
+    /// Lets others use what lies under it: nobody reads or writes it through this mapping any more.
+    fn release(&self);
 }
 
 /// Huge pages for private memory.
@@ -39,6 +44,8 @@ struct Mapping {
     /// Where `mmap` put it, and how much: more than the arena, to align it.
     raw: (*mut libc::c_void, usize),
     private: bool,
+    /// What keeps others from mapping the same file.
+    lock: Mutex<Option<Lock>>,
 }
 
 // SAFETY: the mapping is plain memory; access to it is governed by the arena's pins.
@@ -55,6 +62,9 @@ impl Backing for Mapping {
     }
     fn is_private(&self) -> bool {
         self.private
+    }
+    fn release(&self) {
+        self.lock.lock().take();
     }
 }
 
@@ -101,6 +111,7 @@ pub fn anonymous(len: usize, huge: HugePages, numa_node: Option<u32>) -> Result<
         len,
         raw: (raw, raw_len),
         private: true,
+        lock: Mutex::new(None),
     };
     let advise = |advice| {
         // SAFETY: the range is ours and page aligned; the advice does not change contents.
@@ -116,40 +127,32 @@ pub fn anonymous(len: usize, huge: HugePages, numa_node: Option<u32>) -> Result<
     Ok(Box::new(mapping))
 }
 
-/// A file, or a DAX device, mapped shared. A regular file is created and sized if needed.
+/// A file, or a DAX device, mapped shared, by one store at a time. A regular file is created if
+/// needed; all of its space is allocated, because a page without any would end the process when it is
+/// written to.
 pub fn file(path: &Path, len: usize) -> Result<Box<dyn Backing>> {
     let name = path.display();
     let len = len / PAGE * PAGE;
+    let refused = |what: &str, e: std::io::Error| {
+        Error::new(Kind::Storage, format!("{name} cannot be {what}: {e}"))
+    };
     let file = OpenOptions::new()
         .read(true)
         .write(true)
         .create(true)
         .truncate(false)
+        .mode(0o600) // it holds what users said
         .open(path)
-        .map_err(|e| {
-            Error::new(
-                Kind::Storage,
-                format!("{name} cannot be opened to map it: {e}"),
-            )
-        })?;
-    let meta = file
-        .metadata()
-        .map_err(|e| Error::new(Kind::Storage, format!("{name}: {e}")))?;
-    if meta.is_file() && meta.len() < len as u64 {
-        file.set_len(len as u64)
-            .and_then(|()| {
-                // SAFETY: a plain system call on an open descriptor.
-                match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, len as libc::off_t) } {
-                    0 => Ok(()),
-                    code => Err(std::io::Error::from_raw_os_error(code)),
-                }
-            })
-            .map_err(|e| {
-                Error::new(
-                    Kind::Storage,
-                    format!("{name} cannot be grown to {len} bytes: {e}. Free some space or give the tier a smaller size"),
-                )
-            })?;
+        .map_err(|e| refused("opened to map it", e))?;
+    let lock = Lock::file(path)?;
+    let meta = file.metadata().map_err(|e| refused("looked at", e))?;
+    if meta.is_file()
+        // SAFETY: a plain system call on an open descriptor.
+        && let code @ 1.. = unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, len as libc::off_t) }
+    {
+        let _ = file.set_len(meta.len()); // what was allocated so far
+        let what = format!("given {len} bytes. Free some space or give the tier a smaller size");
+        return Err(refused(&what, std::io::Error::from_raw_os_error(code)));
     }
     // SAFETY: a fresh shared mapping of a file that stays open inside the mapping.
     let raw = unsafe {
@@ -173,6 +176,7 @@ pub fn file(path: &Path, len: usize) -> Result<Box<dyn Backing>> {
         len,
         raw: (raw, len),
         private: false,
+        lock: Mutex::new(Some(lock)),
     }))
 }
 

@@ -7,11 +7,11 @@
 pub mod backing;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering};
 
 use kvtier_codec::image::PAGE;
 use kvtier_nvme::slots::{BUSY, FREE, LOST, Owner, Run, Slots};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::error::{Error, Result};
 use crate::pin::{PinWord, Unpinned};
@@ -28,6 +28,8 @@ pub struct Arena {
     top: AtomicU32,
     lost: AtomicU32,
     prefaulted: AtomicUsize,
+    /// Set under the lock of `slots`.
+    closed: AtomicBool,
     space: Space,
 }
 
@@ -88,6 +90,7 @@ impl Arena {
             top: AtomicU32::new(pages),
             lost: AtomicU32::new(0),
             prefaulted: AtomicUsize::new(0),
+            closed: AtomicBool::new(false),
             space: Space::default(),
         })
     }
@@ -133,14 +136,55 @@ impl Arena {
     /// Takes a slot of `pages` pages, pinned once, owned by nobody yet. `None`: no hole is that
     /// large.
     pub fn alloc(self: &Arc<Self>, pages: u32) -> Option<Pin> {
-        let start = self.slots.lock().alloc(pages, BUSY)?;
+        let mut slots = self.open()?;
+        let start = slots.alloc(pages, BUSY)?;
         Some(self.start(start))
     }
 
     /// As [`Arena::alloc`], outside the pages `[from, to)`.
     pub fn alloc_outside(self: &Arc<Self>, pages: u32, from: u32, to: u32) -> Option<Pin> {
-        let start = self.slots.lock().alloc_outside(pages, BUSY, from, to)?;
+        let mut slots = self.open()?;
+        let start = slots.alloc_outside(pages, BUSY, from, to)?;
         Some(self.start(start))
+    }
+
+    fn open(&self) -> Option<MutexGuard<'_, Slots>> {
+        let slots = self.slots.lock();
+        (!self.closed.load(Ordering::Relaxed)).then_some(slots)
+    }
+
+    /// Gives out no slot any more. Free memory goes back to the machine now, the rest as it gets
+    /// free; a file or device is free for others once none of it is in use.
+    pub fn close(&self) {
+        let slots = self.slots.lock();
+        self.closed.store(true, Ordering::Relaxed);
+        for run in slots.iter(0, u32::MAX).filter(|run| run.owner == FREE) {
+            self.forget(run.start, run.pages);
+        }
+        self.release_if_unused(&slots);
+    }
+
+    /// In a closed arena: lets others have the file if nobody uses any of it.
+    fn release_if_unused(&self, slots: &Slots) {
+        let unused = |run: Run| match run.owner {
+            FREE => true,
+            LOST => !self.is_pinned(run.start),
+            _ => false,
+        };
+        if slots.iter(0, u32::MAX).all(unused) {
+            self.backing.release();
+        }
+    }
+
+    /// Drops the contents of pages that belong to no slot.
+    fn forget(&self, start: u32, pages: u32) {
+        if self.backing.is_private() {
+            let at = start as usize * PAGE;
+            let at = self.backing.base().as_ptr().wrapping_add(at);
+            // SAFETY: the pages belong to no slot, and the lock of `slots` is held or they never
+            // will again: nobody uses them. They stay mapped.
+            unsafe { libc::madvise(at.cast(), pages as usize * PAGE, libc::MADV_DONTNEED) };
+        }
     }
 
     fn start(self: &Arc<Self>, start: u32) -> Pin {
@@ -207,11 +251,14 @@ impl Arena {
 
     fn free(&self, start: u32) {
         let mut slots = self.slots.lock();
-        let lost = slots
-            .iter(start, start + 1)
-            .any(|run| run.start == start && run.owner == LOST);
-        if !lost {
+        let run = slots.iter(start, start + 1).find(|run| run.start == start);
+        let run = run.filter(|run| run.owner != LOST);
+        if run.is_some() {
             slots.free(start);
+        }
+        if self.closed.load(Ordering::Relaxed) {
+            run.iter().for_each(|run| self.forget(start, run.pages));
+            self.release_if_unused(&slots);
         }
         drop(slots);
         self.notify();
@@ -268,14 +315,8 @@ impl Arena {
         }
         self.ceded.fetch_add(pages - left, Ordering::Relaxed);
         drop(slots);
-        for (from, n) in taken.into_iter().filter(|_| self.backing.is_private()) {
-            let at = self
-                .backing
-                .base()
-                .as_ptr()
-                .wrapping_add(from as usize * PAGE);
-            // SAFETY: the pages belong to no slot, and never will again.
-            unsafe { libc::madvise(at.cast(), n as usize * PAGE, libc::MADV_DONTNEED) };
+        for (from, n) in taken {
+            self.forget(from, n);
         }
         pages - left
     }
@@ -332,7 +373,8 @@ impl Arena {
         };
         std::thread::scope(|scope| {
             for _ in 1..threads.max(1) {
-                scope.spawn(work);
+                // Where no thread can be started, this one does it all.
+                let _ = std::thread::Builder::new().spawn_scoped(scope, work);
             }
             work();
         });

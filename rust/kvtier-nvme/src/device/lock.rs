@@ -56,10 +56,15 @@ impl Lock {
 
     /// Locks the data file too: somebody might remove the lock file while it is held.
     pub fn extend(&mut self, data: &Path) -> Result<(), Error> {
-        let file = open(data, 0)?;
-        Self::take(&file, data, || None)?;
-        self.files.push(file);
+        self.files.append(&mut Self::file(data)?.files);
         Ok(())
+    }
+
+    /// Locks a file that is there, or a character device.
+    pub fn file(path: &Path) -> Result<Self, Error> {
+        let file = open(path, 0)?;
+        Self::take(&file, path, || None)?;
+        Ok(Lock::of(file))
     }
 
     /// Locks a block device itself, through a descriptor of its own.
