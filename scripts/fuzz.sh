@@ -6,7 +6,7 @@ set -eu
 cd "$(dirname "$0")/../fuzz"
 seconds=${1:-60}
 [ $# -gt 0 ] && shift
-[ $# -gt 0 ] || set -- superblock block slot_image device
+[ $# -gt 0 ] || set -- superblock block slot_image device frame
 command -v cargo-fuzz >/dev/null || {
     echo "cargo-fuzz is missing: cargo install cargo-fuzz" >&2
     exit 1

@@ -1,0 +1,81 @@
+//! The entropy stage: one standard zstd frame over parts that are unlike each other.
+
+use std::cell::RefCell;
+
+use zstd_safe::zstd_sys::ZSTD_EndDirective as End;
+use zstd_safe::{CCtx, CParameter, DCtx, InBuffer, OutBuffer, ResetDirective, SafeResult};
+
+/// The fastest level; higher ones are slower here and save no more.
+pub const LEVEL: i32 = 1;
+
+thread_local! {
+    static COMPRESSOR: RefCell<Option<CCtx<'static>>> = const { RefCell::new(None) };
+    static DECOMPRESSOR: RefCell<Option<DCtx<'static>>> = const { RefCell::new(None) };
+}
+
+/// Compresses the parts that `lens` divides `src` into to one frame, flushed at each part's edge,
+/// so that each gets tables of its own. `None`: it is larger than `dst`.
+pub fn compress(src: &[u8], lens: &[usize], dst: &mut [u8]) -> Option<usize> {
+    COMPRESSOR.with_borrow_mut(|place| {
+        if place.is_none() {
+            *place = CCtx::try_create();
+        }
+        let context = place.as_mut()?;
+        let size = run(context, src, lens, dst).ok().flatten();
+        if size.is_none() {
+            *place = None; // whatever it was about is not continued
+        }
+        size
+    })
+}
+
+fn run(
+    context: &mut CCtx<'static>,
+    src: &[u8],
+    lens: &[usize],
+    dst: &mut [u8],
+) -> Result<Option<usize>, usize> {
+    done(context.reset(ResetDirective::SessionAndParameters))?;
+    done(context.set_parameter(CParameter::CompressionLevel(LEVEL)))?;
+    done(context.set_pledged_src_size(Some(src.len() as u64)))?;
+    let capacity = dst.len();
+    let mut out = OutBuffer::around(dst);
+    let mut rest = src;
+    for (i, &len) in lens.iter().enumerate() {
+        let (part, behind) = rest.split_at(len);
+        rest = behind;
+        let end = if i + 1 == lens.len() {
+            End::ZSTD_e_end
+        } else {
+            End::ZSTD_e_flush
+        };
+        let mut input = InBuffer::around(part);
+        loop {
+            let left = context.compress_stream2(&mut out, &mut input, end)?;
+            if left == 0 && input.pos == part.len() {
+                break;
+            }
+            if out.pos() == capacity {
+                return Ok(None);
+            }
+        }
+    }
+    Ok(Some(out.pos()))
+}
+
+fn done(result: SafeResult) -> Result<(), usize> {
+    result.map(|_| ())
+}
+
+/// Decompresses a frame that holds exactly as many bytes as `dst`; false if it does not.
+pub fn decompress(src: &[u8], dst: &mut [u8]) -> bool {
+    let len = dst.len();
+    DECOMPRESSOR.with_borrow_mut(|place| {
+        if place.is_none() {
+            *place = DCtx::try_create();
+        }
+        place
+            .as_mut()
+            .is_some_and(|context| context.decompress(dst, src) == Ok(len))
+    })
+}
