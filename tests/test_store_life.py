@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -26,6 +26,7 @@ from kvtier import (
     UnsupportedError,
     machine,
 )
+from kvtier.config import Policy
 
 LAYOUT = KVLayout(4, "gqa", kv_heads=2, head_dim=16, dtype="fp16", block_tokens=8)
 BLOCK = LAYOUT.block_bytes
@@ -92,7 +93,7 @@ def test_from_toml(tmp_path: Path) -> None:
     assert (tmp_path / "kv").is_dir()
 
 
-@pytest.mark.parametrize("policy", ["lru", "lru-leaf", "s3-fifo", "s3-fifo-leaf"])
+@pytest.mark.parametrize("policy", get_args(Policy))
 def test_every_policy_evicts(policy: Any) -> None:
     with Store(Dram("16MiB"), policy=policy) as store:
         names = fill(store, 40)

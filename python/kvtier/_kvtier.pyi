@@ -8,18 +8,22 @@ from typing_extensions import Buffer
 
 __all__ = [
     "MISSES",
+    "POLICIES",
     "TIERS",
     "BareDisk",
     "BlockView",
     "Completions",
     "Core",
+    "Counter",
     "DlpackView",
     "Job",
     "Lease",
     "Operation",
+    "Policy",
     "Progress",
     "Region",
     "Space",
+    "Trace",
     "__version__",
     "bound_memcpy",
     "check_dir",
@@ -30,6 +34,7 @@ __all__ = [
 
 TIERS: list[str]
 MISSES: list[str]
+POLICIES: list[str]
 __version__: str
 
 @final
@@ -227,3 +232,39 @@ class BareDisk:
         self, write: bool, block: int, depth: int, start: int, count: int, sync: bool
     ) -> tuple[float, float, bool]: ...
     def latencies(self, block: int, start: int, count: int) -> list[float]: ...
+
+# Policies by themselves, and replay.
+
+@final
+class Policy:
+    def __new__(cls, name: str, pages: int) -> Policy: ...
+    def admit(self, fingerprint: int, parent: int | None = None, pages: int = 1, importance: float = 0.0) -> bool: ...
+    def insert(
+        self, block: int, fingerprint: int, parent: int | None = None, pages: int = 1, importance: float = 0.0
+    ) -> None: ...
+    def hit(self, block: int) -> None: ...
+    def remove(self, block: int) -> None: ...
+    def defer(self, block: int) -> None: ...
+    def set_importance(self, block: int, score: float) -> None: ...
+    def victims(self, n: int, pinned: set[int]) -> list[int]: ...
+    def __len__(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
+
+@final
+class Counter:
+    def __new__(cls) -> Counter: ...
+    @property
+    def value(self) -> int: ...
+
+@final
+class Trace:
+    def __new__(
+        cls,
+        blocks: Sequence[int],
+        lengths: Sequence[int],
+        tokens: Sequence[int],
+        seconds: Sequence[float],
+        block_tokens: int,
+    ) -> Trace: ...
+    def replay(self, policy: str, capacity: int, tail_first: bool, counter: Counter) -> dict[str, Any]: ...

@@ -19,7 +19,26 @@ Size: TypeAlias = int | str
 """Bytes, or text such as ``"4GiB"`` (powers of 1024) or ``"100GB"`` (powers of 1000)."""
 HugePages = Literal["transparent", "hugetlb", "off"]
 Engine = Literal["auto", "io_uring", "threads"]
-Policy = Literal["lru", "lru-leaf", "s3-fifo", "s3-fifo-leaf"]
+Policy = Literal[
+    "fifo",
+    "lru",
+    "lfu",
+    "clock",
+    "sieve",
+    "s3-fifo",
+    "arc",
+    "w-tinylfu",
+    "gdsf",
+    "fifo-leaf",
+    "lru-leaf",
+    "lfu-leaf",
+    "clock-leaf",
+    "sieve-leaf",
+    "s3-fifo-leaf",
+    "arc-leaf",
+    "w-tinylfu-leaf",
+    "gdsf-leaf",
+]
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
@@ -186,9 +205,8 @@ class StoreConfig:
 
     Args:
         tiers: fastest first; at most one of each kind. None gives one :class:`Dram` of :func:`default_dram` bytes.
-        policy: which block leaves first. ``"lru-leaf"`` (default) and ``"s3-fifo-leaf"`` keep a block no longer than
-            its parent needs
-            it: the last block of a chain goes first.
+        policy: which block leaves first (docs/POLICIES.md); always in chain order, so that the last block of a chain
+            goes before the others, whether or not the name says ``-leaf``. Default ``"lru-leaf"``.
         verify: whether every read checks the checksums made at put (default). Without, a broken disk may go unnoticed.
         watermarks: ``(high, low)`` shares of a tier's capacity: above the first the mover starts to demote, down to
             the second. Default ``(0.98, 0.95)``.

@@ -135,7 +135,7 @@ impl Inner {
         } else {
             order.has_children(h) // they are kept above
         } {
-            order.policy(self.memory.len()).on_hit(h);
+            order.policy(self.memory.len()).defer(h);
             return 0;
         }
         if in_memory {

@@ -204,7 +204,7 @@ impl Inner {
         }
         if entry.is_beside(tier) {
             if !memory.arena.retire_idle(start) {
-                self.order.lock().policy(tier).on_hit(h);
+                self.order.lock().policy(tier).defer(h);
                 return Left::Held;
             }
             entry.memory[tier] = NOWHERE;
@@ -216,7 +216,7 @@ impl Inner {
             return Left::Dirty;
         }
         if memory.arena.is_pinned(start) {
-            self.order.lock().policy(tier).on_hit(h);
+            self.order.lock().policy(tier).defer(h);
             return Left::Held;
         }
         let known = (h, entry.epoch);
@@ -230,7 +230,7 @@ impl Inner {
             drop(order);
             drop(shard);
             if force.alone || !self.evict_tree(known, &memory.stats) {
-                self.order.lock().policy(tier).on_hit(h);
+                self.order.lock().policy(tier).defer(h);
                 return Left::Held;
             }
         }

@@ -179,12 +179,12 @@ impl Store {
         };
         let mut policies = Vec::new();
         for m in &memory {
-            policies.push(policy::by_name(&config.policy, m.arena.pages().into())?);
+            policies.push(policy::in_chains(&config.policy, m.arena.pages().into())?);
         }
         let (cold, recovered) = match nvme {
             None => (None, Vec::new()),
             Some((tier, recovered)) => {
-                policies.push(policy::by_name(&config.policy, tier.capacity_pages())?);
+                policies.push(policy::in_chains(&config.policy, tier.capacity_pages())?);
                 let options = config.nvme.as_ref();
                 let cold = ColdTier {
                     size: options.map_or(0, |o| o.size),

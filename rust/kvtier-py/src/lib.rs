@@ -11,8 +11,10 @@ mod errors;
 mod lease;
 mod log;
 mod ops;
+mod policy;
 mod progress;
 mod region;
+mod replay;
 mod report;
 mod space;
 mod sync;
@@ -36,6 +38,9 @@ fn _kvtier(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<progress::Progress>()?;
     m.add_class::<dlpack::DlpackView>()?;
     m.add_class::<bounds::BareDisk>()?;
+    m.add_class::<policy::Policy>()?;
+    m.add_class::<replay::Trace>()?;
+    m.add_class::<replay::Counter>()?;
     m.add_function(wrap_pyfunction!(bounds::bound_memcpy, m)?)?;
     m.add_function(wrap_pyfunction!(tools::check_dir, m)?)?;
     m.add_function(wrap_pyfunction!(tools::inspect_dir, m)?)?;
@@ -43,5 +48,6 @@ fn _kvtier(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(tools::copy_kernel, m)?)?;
     m.add("TIERS", core::TIERS)?;
     m.add("MISSES", core::misses())?;
+    m.add("POLICIES", kvtier_core::policy::NAMES.to_vec())?;
     m.add("__version__", env!("CARGO_PKG_VERSION"))
 }

@@ -1,7 +1,5 @@
 //! Chain order over any policy: a block leaves only after its children.
 
-use hashbrown::HashMap;
-
 use super::{Handle, Meta, Policy};
 use crate::index::grow;
 
@@ -15,8 +13,8 @@ struct Node {
 
 /// Lets the inner policy choose among the leaves: blocks without a child in this tier.
 ///
-/// Victims of one call may be a leaf, then its parent, and so on: each is a leaf once those named
-/// before it have left.
+/// The others are held back, so a search never walks over them. Victims of one call may be a leaf,
+/// then its parent, and so on: each is a leaf once those named before it have left.
 #[derive(Debug)]
 pub struct Leaf<P> {
     inner: P,
@@ -33,23 +31,41 @@ impl<P: Policy> Leaf<P> {
     }
 
     fn node(&mut self, block: Handle) -> &mut Node {
-        let at = block as usize;
         let absent = Node {
             parent: NIL,
             children: 0,
         };
-        grow(&mut self.nodes, at, absent);
-        &mut self.nodes[at]
+        grow(&mut self.nodes, block as usize, absent);
+        &mut self.nodes[block as usize]
+    }
+
+    /// Changes how many children count; a block with none is a leaf.
+    fn count(&mut self, parent: Handle, change: i32) {
+        let node = self.node(parent);
+        let before = node.children;
+        node.children = before.wrapping_add_signed(change);
+        let after = node.children;
+        if (before == 0) != (after == 0) {
+            self.inner.hold(parent, after > 0);
+        }
     }
 }
 
 impl<P: Policy> Policy for Leaf<P> {
+    fn admit(&mut self, meta: &Meta) -> bool {
+        self.inner.admit(meta)
+    }
+
     fn on_insert(&mut self, block: Handle, meta: &Meta) {
-        self.node(block).parent = meta.parent.unwrap_or(NIL);
-        if let Some(parent) = meta.parent {
-            self.node(parent).children += 1;
-        }
         self.inner.on_insert(block, meta);
+        let node = self.node(block);
+        node.parent = meta.parent.unwrap_or(NIL);
+        if node.children > 0 {
+            self.inner.hold(block, true); // its children came first
+        }
+        if let Some(parent) = meta.parent {
+            self.count(parent, 1);
+        }
     }
 
     fn on_hit(&mut self, block: Handle) {
@@ -64,12 +80,25 @@ impl<P: Policy> Policy for Leaf<P> {
         }
         let parent = std::mem::replace(&mut self.node(block).parent, NIL);
         if parent != NIL {
-            self.node(parent).children -= 1;
+            self.count(parent, -1);
         }
+    }
+
+    fn defer(&mut self, block: Handle) {
+        self.inner.defer(block);
     }
 
     fn set_importance(&mut self, block: Handle, score: f32) {
         self.inner.set_importance(block, score);
+    }
+
+    fn hold(&mut self, block: Handle, held: bool) {
+        let children = self.node(block).children;
+        self.inner.hold(block, held || children > 0);
+    }
+
+    fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
+        self.inner.victim(eligible)
     }
 
     fn victims(
@@ -78,34 +107,25 @@ impl<P: Policy> Policy for Leaf<P> {
         eligible: &mut dyn FnMut(Handle) -> bool,
         out: &mut Vec<Handle>,
     ) {
-        // How many children of a block were named already, in this call.
-        let mut named: HashMap<Handle, u32> = HashMap::new();
-        let mut chosen: hashbrown::HashSet<Handle> = hashbrown::HashSet::new();
-        let mut pass = Vec::new();
-        while chosen.len() < n {
-            pass.clear();
-            let nodes = &self.nodes;
-            self.inner.victims(
-                n - chosen.len(),
-                &mut |block| {
-                    let children = nodes[block as usize].children;
-                    children == named.get(&block).copied().unwrap_or(0)
-                        && !chosen.contains(&block)
-                        && eligible(block)
-                },
-                &mut pass,
-            );
-            if pass.is_empty() {
-                return;
+        let named = out.len();
+        while out.len() < named + n {
+            let Some(block) = self.inner.victim(eligible) else {
+                break;
+            };
+            out.push(block);
+            self.inner.hold(block, true);
+            // As if it had left: its parent may be a leaf then.
+            let parent = self.nodes[block as usize].parent;
+            if parent != NIL {
+                self.count(parent, -1);
             }
-            for &block in &pass {
-                chosen.insert(block);
-                out.push(block);
-                let parent = self.nodes[block as usize].parent;
-                if parent != NIL {
-                    *named.entry(parent).or_default() += 1;
-                }
+        }
+        for &block in out[named..].iter().rev() {
+            let parent = self.nodes[block as usize].parent;
+            if parent != NIL {
+                self.count(parent, 1);
             }
+            self.inner.hold(block, false);
         }
     }
 

@@ -3,16 +3,21 @@
 //! A policy orders the blocks of one tier. It is told of insertions, hits and removals, and names
 //! victims; it never acts. The store and the trace replayer drive the same code.
 
+mod arc;
+mod frequency;
+mod ghosts;
 mod leaf;
-mod list;
-mod lru;
-mod lru_leaf;
+mod queue;
+mod recency;
 mod s3fifo;
+mod tinylfu;
 
+pub use arc::Arc;
+pub use frequency::{Gdsf, Lfu};
 pub use leaf::Leaf;
-pub use lru::Lru;
-pub use lru_leaf::LruLeaf;
+pub use recency::{Clock, Fifo, Lru, Sieve};
 pub use s3fifo::S3Fifo;
+pub use tinylfu::WTinyLfu;
 
 use crate::error::{Error, Kind, Result};
 
@@ -33,23 +38,51 @@ pub struct Meta {
 }
 
 /// The order in which the blocks of one tier leave it.
+///
+/// Whatever is pinned, a search for a victim looks at a bounded number of blocks: those that it
+/// must pass are set aside and asked again a few at a time.
 pub trait Policy: Send {
+    /// A block is about to arrive, and room has yet to be made for it. False: what it would push
+    /// out is worth more.
+    fn admit(&mut self, _meta: &Meta) -> bool {
+        true
+    }
     /// A block arrived. It was not there before.
     fn on_insert(&mut self, block: Handle, meta: &Meta);
     /// A block was used.
     fn on_hit(&mut self, block: Handle);
     /// A block left, as a victim or otherwise. Unknown blocks are ignored.
     fn on_remove(&mut self, block: Handle);
+    /// A block that was named stays, because somebody holds it: others are named before it is again.
+    fn defer(&mut self, block: Handle) {
+        self.on_hit(block);
+    }
     /// The caller's score of a block changed.
-    fn set_importance(&mut self, block: Handle, score: f32);
-    /// Appends up to `n` distinct blocks for which `eligible` holds, the first to leave first. They
-    /// stay until [`Policy::on_remove`].
+    fn set_importance(&mut self, _block: Handle, _score: f32) {}
+    /// From now on the block is not named, or may be named again; its place in the order stays.
+    fn hold(&mut self, block: Handle, held: bool);
+    /// The block to leave next, of those for which `eligible` holds. It stays until
+    /// [`Policy::on_remove`].
+    fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle>;
+    /// Appends up to `n` distinct victims, the first to leave first.
     fn victims(
         &mut self,
         n: usize,
         eligible: &mut dyn FnMut(Handle) -> bool,
         out: &mut Vec<Handle>,
-    );
+    ) {
+        let named = out.len();
+        while out.len() < named + n {
+            let Some(block) = self.victim(eligible) else {
+                break;
+            };
+            out.push(block);
+            self.hold(block, true);
+        }
+        for &block in &out[named..] {
+            self.hold(block, false);
+        }
+    }
     /// Blocks known.
     fn len(&self) -> usize;
     /// No block is known.
@@ -60,16 +93,70 @@ pub trait Policy: Send {
     fn memory_bytes(&self) -> usize;
 }
 
+/// What every policy over one `queue` does alike; an expression counts what else it keeps.
+macro_rules! forward_to_queue {
+    ($($rest:expr)?) => {
+        fn hold(&mut self, block: Handle, held: bool) {
+            self.queue.hold(block, held);
+        }
+
+        fn len(&self) -> usize {
+            self.queue.len()
+        }
+
+        fn memory_bytes(&self) -> usize {
+            let rest: &[fn(&Self) -> usize] = &[$($rest)?];
+            self.queue.memory_bytes() + rest.iter().map(|count| count(self)).sum::<usize>()
+        }
+    };
+}
+use forward_to_queue;
+
 /// The policies that can be chosen by name.
-pub const NAMES: [&str; 4] = ["lru-leaf", "s3-fifo-leaf", "lru", "s3-fifo"];
+pub const NAMES: [&str; 18] = [
+    "fifo",
+    "lru",
+    "lfu",
+    "clock",
+    "sieve",
+    "s3-fifo",
+    "arc",
+    "w-tinylfu",
+    "gdsf",
+    "fifo-leaf",
+    "lru-leaf",
+    "lfu-leaf",
+    "clock-leaf",
+    "sieve-leaf",
+    "s3-fifo-leaf",
+    "arc-leaf",
+    "w-tinylfu-leaf",
+    "gdsf-leaf",
+];
 
 /// The policy of that name, for a tier of `pages` pages.
 pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
-    Ok(match name {
-        "lru" => Box::new(Lru::default()),
-        "s3-fifo" => Box::new(S3Fifo::new(pages)),
-        "lru-leaf" => Box::new(LruLeaf::default()),
-        "s3-fifo-leaf" => Box::new(Leaf::new(S3Fifo::new(pages))),
+    fn either<P: Policy + 'static>(policy: P, leaf: bool) -> Box<dyn Policy> {
+        if leaf {
+            Box::new(Leaf::new(policy))
+        } else {
+            Box::new(policy)
+        }
+    }
+    let (base, leaf) = match name.strip_suffix("-leaf") {
+        Some(base) => (base, true),
+        None => (name, false),
+    };
+    Ok(match base {
+        "fifo" => either(Fifo::default(), leaf),
+        "lru" => either(Lru::default(), leaf),
+        "lfu" => either(Lfu::default(), leaf),
+        "clock" => either(Clock::default(), leaf),
+        "sieve" => either(Sieve::default(), leaf),
+        "s3-fifo" => either(S3Fifo::new(pages), leaf),
+        "arc" => either(Arc::default(), leaf),
+        "w-tinylfu" => either(WTinyLfu::new(pages), leaf),
+        "gdsf" => either(Gdsf::default(), leaf),
         _ => {
             return Err(Error::new(
                 Kind::Config,
@@ -80,6 +167,19 @@ pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
             ));
         }
     })
+}
+
+/// As [`by_name`], in chain order whether or not the name says so: what a store uses.
+pub fn in_chains(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
+    match by_name(name, pages) {
+        Ok(_) if !keeps_chains(name) => by_name(&format!("{name}-leaf"), pages),
+        policy => policy,
+    }
+}
+
+/// Does the policy of that name let a block leave only after its children?
+pub fn keeps_chains(name: &str) -> bool {
+    name.ends_with("-leaf")
 }
 
 #[cfg(test)]

@@ -103,43 +103,6 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
 }
 
 proptest! {
-    /// The policy that keeps only leaves in order names what a walk over all blocks finds.
-    #[test]
-    fn lru_leaf_is_lru_among_leaves(ops in ops()) {
-        let (mut a, mut b) = (LruLeaf::default(), Leaf::new(Lru::default()));
-        let mut resident: HashSet<Handle> = HashSet::new();
-        let mut pinned: HashSet<Handle> = HashSet::new();
-        for op in ops {
-            match op {
-                Op::Insert(x) if resident.insert(x.into()) => {
-                    let parent = Handle::from(x / 2);
-                    let parent = (parent != x.into() && resident.contains(&parent)).then_some(parent);
-                    a.on_insert(x.into(), &meta(parent));
-                    b.on_insert(x.into(), &meta(parent));
-                }
-                Op::Insert(_) => {}
-                Op::Hit(x) => {
-                    a.on_hit(x.into());
-                    b.on_hit(x.into());
-                }
-                Op::Pin(x) => {
-                    if !pinned.remove(&x.into()) { pinned.insert(x.into()); }
-                }
-                Op::Evict(n) => for _ in 0..n {
-                    let (mut from_a, mut from_b) = (Vec::new(), Vec::new());
-                    a.victims(1, &mut |h| !pinned.contains(&h), &mut from_a);
-                    b.victims(1, &mut |h| !pinned.contains(&h), &mut from_b);
-                    prop_assert_eq!(&from_a, &from_b);
-                    for h in from_a {
-                        a.on_remove(h);
-                        b.on_remove(h);
-                        resident.remove(&h);
-                    }
-                },
-            }
-        }
-    }
-
     /// Whatever the policy: it names only what it was told of, nothing twice, nothing that is not
     /// eligible, children before parents where chains count, and all of it if asked for enough.
     #[test]

@@ -1,0 +1,95 @@
+//! LFU and GDSF: how often a block was used.
+
+use super::queue::Queue;
+use super::{Handle, Meta, Policy, forward_to_queue};
+use crate::index::grow;
+
+/// The block that was used least often since it came leaves first; among equals, the one that has
+/// been so for longest.
+#[derive(Debug, Default)]
+pub struct Lfu {
+    queue: Queue<(u32, u64)>,
+    clock: u64,
+}
+
+impl Policy for Lfu {
+    fn on_insert(&mut self, block: Handle, _meta: &Meta) {
+        self.clock += 1;
+        self.queue.set(block, (1, self.clock));
+    }
+
+    fn on_hit(&mut self, block: Handle) {
+        if let Some((uses, _)) = self.queue.key(block) {
+            self.clock += 1;
+            self.queue.set(block, (uses.saturating_add(1), self.clock));
+        }
+    }
+
+    fn on_remove(&mut self, block: Handle) {
+        self.queue.remove(block);
+    }
+
+    fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
+        self.queue.first(eligible)
+    }
+
+    forward_to_queue!();
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Weight {
+    uses: u32,
+    pages: u32,
+}
+
+/// Greedy-Dual-Size-Frequency (Cherkasova, 1998): uses per page, plus an age that rises to the
+/// priority of whatever left last.
+#[derive(Debug, Default)]
+pub struct Gdsf {
+    queue: Queue<(u64, u64)>,
+    weights: Vec<Weight>,
+    clock: u64,
+    age: f64,
+}
+
+impl Gdsf {
+    fn place(&mut self, block: Handle) {
+        let weight = self.weights[block as usize];
+        let priority = self.age + f64::from(weight.uses) / f64::from(weight.pages.max(1));
+        self.clock += 1;
+        // Positive floats order as their bits do.
+        self.queue.set(block, (priority.to_bits(), self.clock));
+    }
+}
+
+impl Policy for Gdsf {
+    fn on_insert(&mut self, block: Handle, meta: &Meta) {
+        grow(&mut self.weights, block as usize, Weight::default());
+        self.weights[block as usize] = Weight {
+            uses: 1,
+            pages: meta.pages,
+        };
+        self.place(block);
+    }
+
+    fn on_hit(&mut self, block: Handle) {
+        if self.queue.key(block).is_some() {
+            let uses = &mut self.weights[block as usize].uses;
+            *uses = uses.saturating_add(1);
+            self.place(block);
+        }
+    }
+
+    fn on_remove(&mut self, block: Handle) {
+        self.queue.remove(block);
+    }
+
+    fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
+        let block = self.queue.first(eligible)?;
+        let (priority, _) = self.queue.key(block)?;
+        self.age = self.age.max(f64::from_bits(priority));
+        Some(block)
+    }
+
+    forward_to_queue!(|me| me.weights.capacity() * size_of::<Weight>());
+}

@@ -1,0 +1,181 @@
+//! Blocks in the order of a key, without those that are held back.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use super::Handle;
+use crate::index::grow;
+
+/// How many blocks that may not leave one search passes, or asks again.
+const PATIENCE: usize = 1024;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Absent,
+    /// In the tree: it can be named.
+    Ready,
+    /// Somebody holds it back.
+    Held,
+    /// A search passed it, because it was not eligible.
+    Passed,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Place<K> {
+    key: K,
+    state: State,
+    /// It has an entry among those set aside, perhaps a stale one.
+    queued: bool,
+}
+
+/// A block's key says when it leaves: the smallest first.
+///
+/// Blocks that a search must pass are set aside, keep their key, and are asked again a few at a
+/// time: whatever is pinned, a search looks at a bounded number of blocks.
+#[derive(Debug)]
+pub struct Queue<K> {
+    places: Vec<Place<K>>,
+    ready: BTreeSet<(K, Handle)>,
+    passed: VecDeque<Handle>,
+    len: usize,
+}
+
+impl<K: Copy + Ord + Default> Default for Queue<K> {
+    fn default() -> Self {
+        Queue {
+            places: Vec::new(),
+            ready: BTreeSet::new(),
+            passed: VecDeque::new(),
+            len: 0,
+        }
+    }
+}
+
+impl<K: Copy + Ord + Default> Queue<K> {
+    /// The key of a block that is here.
+    pub fn key(&self, block: Handle) -> Option<K> {
+        let place = self.places.get(block as usize)?;
+        (place.state != State::Absent).then_some(place.key)
+    }
+
+    /// Blocks here.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Puts a block here, or gives it another key.
+    pub fn set(&mut self, block: Handle, key: K) {
+        let absent = Place {
+            key: K::default(),
+            state: State::Absent,
+            queued: false,
+        };
+        grow(&mut self.places, block as usize, absent);
+        let place = &mut self.places[block as usize];
+        let before = std::mem::replace(&mut place.key, key);
+        match place.state {
+            State::Held => return,
+            State::Ready => {
+                self.ready.remove(&(before, block));
+            }
+            State::Absent => self.len += 1,
+            State::Passed => {}
+        }
+        place.state = State::Ready;
+        self.ready.insert((key, block));
+    }
+
+    /// Takes a block out. Returns the key it had.
+    pub fn remove(&mut self, block: Handle) -> Option<K> {
+        let place = self.places.get_mut(block as usize)?;
+        let key = place.key;
+        match std::mem::replace(&mut place.state, State::Absent) {
+            State::Absent => return None,
+            State::Ready => {
+                self.ready.remove(&(key, block));
+            }
+            State::Held | State::Passed => {}
+        }
+        self.len -= 1;
+        Some(key)
+    }
+
+    /// Holds a block back from now on, or lets it be named again, in its old place.
+    pub fn hold(&mut self, block: Handle, held: bool) {
+        let Some(place) = self.places.get_mut(block as usize) else {
+            return;
+        };
+        let key = place.key;
+        match (place.state, held) {
+            (State::Absent, _) | (State::Held, true) | (State::Ready | State::Passed, false) => {}
+            (State::Ready, true) => {
+                place.state = State::Held;
+                self.ready.remove(&(key, block));
+            }
+            (State::Passed, true) => place.state = State::Held,
+            (State::Held, false) => {
+                place.state = State::Ready;
+                self.ready.insert((key, block));
+            }
+        }
+    }
+
+    /// The first block with a key of at least `from`, and its key.
+    pub fn first_from(&self, from: K) -> Option<(K, Handle)> {
+        self.ready.range((from, 0)..).next().copied()
+    }
+
+    /// The first eligible block with a key of at least `from`. Those before it are set aside.
+    pub fn find(
+        &mut self,
+        from: K,
+        eligible: &mut dyn FnMut(Handle) -> bool,
+    ) -> Option<(K, Handle)> {
+        for _ in 0..PATIENCE {
+            let (key, block) = self.first_from(from)?;
+            if eligible(block) {
+                return Some((key, block));
+            }
+            self.ready.remove(&(key, block));
+            let place = &mut self.places[block as usize];
+            place.state = State::Passed;
+            if !std::mem::replace(&mut place.queued, true) {
+                self.passed.push_back(block);
+            }
+        }
+        None
+    }
+
+    /// Asks a few of those that were set aside whether they can be named again: two, or all (within
+    /// reason) where nothing else is left.
+    pub fn ask_again(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) {
+        let count = if self.ready.is_empty() { PATIENCE } else { 2 };
+        for _ in 0..count.min(self.passed.len()) {
+            let Some(block) = self.passed.pop_front() else {
+                return;
+            };
+            let place = &mut self.places[block as usize];
+            if place.state != State::Passed {
+                place.queued = false; // it was used, held or removed since
+            } else if eligible(block) {
+                place.queued = false;
+                place.state = State::Ready;
+                self.ready.insert((place.key, block));
+            } else {
+                self.passed.push_back(block);
+            }
+        }
+    }
+
+    /// The first eligible block: all there is to a policy whose keys say everything.
+    pub fn first(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
+        self.ask_again(eligible);
+        self.find(K::default(), eligible).map(|(_, block)| block)
+    }
+
+    /// Bytes kept in memory; a B-tree's nodes are about two thirds full.
+    pub fn memory_bytes(&self) -> usize {
+        self.places.capacity() * size_of::<Place<K>>()
+            + self.ready.len() * size_of::<(K, Handle)>() * 3 / 2
+            + self.passed.capacity() * size_of::<Handle>()
+    }
+}

@@ -1,0 +1,9 @@
+//! Replays traces of requests against the store's own policies, without bytes.
+
+mod offline;
+mod replay;
+mod trace;
+
+pub use offline::min;
+pub use replay::{Outcome, Touch, replay};
+pub use trace::Trace;
