@@ -82,6 +82,8 @@ def test_a_fork_is_refused_and_the_parent_goes_on(tiers: tuple[Dram, Nvme]) -> N
             lease.release()
             with pytest.raises(LockedError):
                 Store(*tiers)
+            with Store(Dram("1MiB")) as own:
+                assert own.put(key("own"), b"own").stored
 
         for _ in range(5):
             in_child(child)

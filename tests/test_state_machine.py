@@ -380,7 +380,6 @@ class ThreeTierMachine(DiskMachine):
     """DRAM, memory of a NUMA node, and NVMe."""
 
     def tiers(self) -> list[Any]:
-        # NVMe holds all that the steps can put: where all three tiers are full, a put can take seconds.
         return [Dram(ARENA), Cxl(ARENA, numa_node=0), Nvme(self.folder / "kv", 64 * ARENA, engine="threads")]
 
 
@@ -389,4 +388,4 @@ TestMemory.settings = settings(max_examples=15, stateful_step_count=30, phases=[
 TestDisk = DiskMachine.TestCase
 TestDisk.settings = settings(max_examples=15, stateful_step_count=30, phases=[Phase.generate])
 TestThreeTiers = ThreeTierMachine.TestCase
-TestThreeTiers.settings = settings(max_examples=4, stateful_step_count=30, phases=[Phase.generate])
+TestThreeTiers.settings = settings(max_examples=10, stateful_step_count=30, phases=[Phase.generate])

@@ -4,11 +4,11 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::sync::{Condvar, Mutex};
 use kvtier_codec::checksum::{copy, copy_hash64, hash64};
 use kvtier_codec::image::{self, Id, PAGE, Segment, Shape, page_ceil};
 use kvtier_nvme::IoBuf;
 use kvtier_nvme::Read;
-use parking_lot::{Condvar, Mutex};
 
 use crate::arena::Pin;
 use crate::index::Cold;

@@ -8,10 +8,10 @@ use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::sync::{Mutex, MutexGuard};
 use hashbrown::{HashMap, HashTable};
 use kvtier_codec::image::{Id, Root, Shape};
 use kvtier_nvme::Slot;
-use parking_lot::{Mutex, MutexGuard};
 
 use crate::load::Flight;
 use crate::policy::Handle;

@@ -4,9 +4,9 @@ use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::sync::{Condvar, Mutex};
 use kvtier_codec::checksum::copy;
 use kvtier_codec::image::{self, Id};
-use parking_lot::{Condvar, Mutex};
 
 use crate::error::Result;
 use crate::index::NOWHERE;
@@ -74,7 +74,7 @@ impl Job {
         }
     }
 
-    fn finish_if_done(&self, mut state: parking_lot::MutexGuard<'_, JobState>) {
+    fn finish_if_done(&self, mut state: crate::sync::MutexGuard<'_, JobState>) {
         if state.left > 0 {
             return;
         }
@@ -251,9 +251,9 @@ impl Prefetcher {
                 .partition(|job| job.deadline.is_some_and(|at| at <= now));
             state.timed = later;
             if !due.is_empty() {
-                parking_lot::MutexGuard::unlocked(&mut state, || {
-                    due.iter().for_each(|job| job.set_rest(Miss::Deadline));
-                });
+                drop(state);
+                due.iter().for_each(|job| job.set_rest(Miss::Deadline));
+                state = self.state.lock();
                 continue;
             }
             if state.in_flight < IN_FLIGHT

@@ -31,5 +31,7 @@ pub mod stats;
 pub mod store;
 pub mod workers;
 
+pub use kvtier_nvme::sync;
+
 pub use kvtier_codec::checksum::kernel as copy_kernel;
 pub use kvtier_codec::image::PAGE;

@@ -7,10 +7,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::sync::{Condvar, Mutex};
 use kvtier_codec::image::{self, ENTRY, Id, Root, Segment, Shape};
 use kvtier_nvme::IoBuf;
 use kvtier_nvme::Read;
-use parking_lot::{Condvar, Mutex};
 
 use crate::arena::Pin;
 use crate::error::Kind;

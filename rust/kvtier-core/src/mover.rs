@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::sync::{Condvar, Mutex};
 use hashbrown::{HashMap, HashSet};
 use kvtier_codec::checksum::copy;
 use kvtier_codec::image::{self, Id, Root};
 use kvtier_nvme::IoBuf;
 use kvtier_nvme::{Clock, Write};
-use parking_lot::{Condvar, Mutex};
 
 use crate::arena::Pin;
 use crate::cold::Room;
@@ -115,7 +115,7 @@ impl Budget {
         }
     }
 
-    fn refill(&self, now: Instant) -> parking_lot::MutexGuard<'_, (f64, Instant)> {
+    fn refill(&self, now: Instant) -> crate::sync::MutexGuard<'_, (f64, Instant)> {
         let mut state = self.state.lock();
         let passed = now.saturating_duration_since(state.1).as_secs_f64();
         *state = (

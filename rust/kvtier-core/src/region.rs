@@ -3,9 +3,9 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use crate::sync::Mutex;
 use kvtier_codec::image::PAGE;
 use kvtier_nvme::{IoBuf, Registration};
-use parking_lot::Mutex;
 
 use crate::error::Result;
 use crate::store::Store;

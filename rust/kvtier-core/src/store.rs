@@ -4,11 +4,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use crate::sync::Mutex;
 use kvtier_codec::image::Id;
 use kvtier_nvme::Clock;
 use kvtier_nvme::IoBuf;
 use kvtier_nvme::{NvmeTier, Recovered, Registration};
-use parking_lot::Mutex;
 
 use crate::arena::{Arena, Pin, backing};
 use crate::config::{Config, Memory, Progress};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Instant;
 
+use crate::sync::{Condvar, Mutex};
 use crossbeam_channel::{Sender, unbounded};
-use parking_lot::{Condvar, Mutex};
 
 /// Threads that are waited for with a deadline.
 #[derive(Default)]

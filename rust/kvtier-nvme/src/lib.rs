@@ -19,6 +19,7 @@ mod recover;
 pub mod slots;
 mod state;
 mod superblock;
+pub mod sync;
 mod tier;
 mod volume;
 

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::sync::Mutex;
 use kvtier_codec::image::{Id, PAGE, Root, Shape};
-use parking_lot::Mutex;
 
 use crate::buf::IoBuf;
 use crate::clock::{Clock, SystemClock};

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::sync::{Condvar, Mutex};
 use kvtier_codec::image::{Id, PAGE};
-use parking_lot::{Condvar, Mutex};
 
 use crate::clock::Clock;
 use crate::device::Device;
@@ -307,7 +307,7 @@ impl Volume {
         }
         state.queue.push_back(record);
         match state.queue.len() {
-            1 => drop(self.work.notify_one()),
+            1 => self.work.notify_one(),
             PLENTY => self.hurry(state),
             _ => {}
         }

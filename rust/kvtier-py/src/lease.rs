@@ -10,7 +10,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::dlpack;
-use crate::sync::Mutex;
+use kvtier_core::sync::Mutex;
 
 /// A leased block. In a fork of the process that leased it nothing is let go of: its memory is not
 /// there, and the locks around it may be held for ever.

@@ -17,7 +17,6 @@ mod region;
 mod replay;
 mod report;
 mod space;
-mod sync;
 mod tiers;
 mod tools;
 

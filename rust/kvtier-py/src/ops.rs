@@ -16,7 +16,7 @@ use crate::buffers::View;
 use crate::core::{deadline, got_code, put_code};
 use crate::errors::{check_home, from_core};
 use crate::lease::Lease;
-use crate::sync::Mutex;
+use kvtier_core::sync::Mutex;
 
 /// Where finished operations of one event loop are announced.
 pub struct Mailbox {

@@ -1,8 +1,9 @@
 //! How far the background is with backing the store's memory.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
+use kvtier_core::sync::{Condvar, Mutex};
 use pyo3::prelude::*;
 
 use crate::core::deadline;
@@ -26,7 +27,7 @@ pub struct ProgressState {
 impl ProgressState {
     /// Notes that `done` of `total` bytes are backed.
     pub fn set(&self, done: usize, total: usize) {
-        let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut at = self.at.lock();
         let before = at.map_or(0, |(done, _)| done);
         *at = Some((done.max(before), total));
         self.changed.notify_all();
@@ -34,13 +35,13 @@ impl ProgressState {
 
     /// Waits until it is no longer `seen`, or until `deadline`; says whether that was in time.
     fn wait(&self, seen: At, deadline: Instant) -> (At, bool) {
-        let at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
-        let left = deadline.saturating_duration_since(Instant::now());
-        let (at, ended) = self
-            .changed
-            .wait_timeout_while(at, left, |at| *at == seen)
-            .unwrap_or_else(PoisonError::into_inner);
-        (*at, !ended.timed_out())
+        let mut at = self.at.lock();
+        while *at == seen {
+            if self.changed.wait_until(&mut at, deadline).timed_out() {
+                return (*at, *at != seen);
+            }
+        }
+        (*at, true)
     }
 }
 

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::buffers::View;
 use crate::errors::raise;
-use crate::sync::Mutex;
+use kvtier_core::sync::Mutex;
 
 /// The caller's memory, lent to operations. Rust threads may drop it: then it is given back by the
 /// next call that comes from Python.

@@ -9,9 +9,9 @@ pub mod backing;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering};
 
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use kvtier_codec::image::PAGE;
 use kvtier_nvme::slots::{BUSY, FREE, LOST, Owner, Run, Slots};
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::error::{Error, Result};
 use crate::pin::{PinWord, Unpinned};

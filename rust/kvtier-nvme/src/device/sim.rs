@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::io;
 
-use parking_lot::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex};
 
 use super::Device;
 
@@ -140,7 +140,7 @@ impl SimDevice {
     }
 
     /// Counts the request and finds its fault; waits if it hangs.
-    fn enter(&self, op: Op) -> io::Result<(parking_lot::MutexGuard<'_, State>, Option<Fault>)> {
+    fn enter(&self, op: Op) -> io::Result<(crate::sync::MutexGuard<'_, State>, Option<Fault>)> {
         let mut state = self.state.lock();
         let nth = state.counts[op as usize];
         state.counts[op as usize] += 1;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::Instant;
 
-use parking_lot::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex};
 
 use super::queue::{Next, Piece, Queue, Step};
 use super::{Engine, Kind, Limits, Op};
@@ -87,7 +87,7 @@ impl Shared {
                 Next::Wait(until) => {
                     // The clock may be another than the one that the system sleeps by.
                     let left = until.saturating_duration_since(self.clock.now());
-                    self.work.wait_for(&mut state, left);
+                    self.work.wait_until(&mut state, Instant::now() + left);
                     continue;
                 }
                 Next::Nothing if state.queue.is_finished() => break,

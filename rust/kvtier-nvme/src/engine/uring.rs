@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::thread::{self, ThreadId};
 use std::time::Instant;
 
+use crate::sync::{Condvar, Mutex};
 use crossbeam_channel::Sender;
 use io_uring::{IoUring, opcode, squeue, types};
 use kvtier_codec::image::PAGE;
-use parking_lot::{Condvar, Mutex};
 
 use super::queue::{Finished, MAX_PIECES, Next, Piece, Queue, Step};
 use super::{Engine, Kind, Limits, Op};

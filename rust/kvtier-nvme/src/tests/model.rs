@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::sync::Mutex;
 use kvtier_codec::image::Id;
-use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::common::{answer, id, is_intact, put, read, sealed, start_put, write_of};

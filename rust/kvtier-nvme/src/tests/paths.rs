@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::sync::Mutex;
 use kvtier_codec::image::{PAGE, Shape};
-use parking_lot::Mutex;
 
 use super::common::{id, is_intact, put, read, start_put};
 use super::model::{BYTES, Frozen, open, sim, try_open};

@@ -1,0 +1,115 @@
+//! Locks that also work in a fork of the process: each is a word of its own, without a global
+//! queue of waiting threads, of which a fork would inherit those that it does not have.
+//!
+//! A panic poisons nothing: what a lock guards is whole before anything that can panic is called.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::{PoisonError, TryLockError};
+use std::time::Instant;
+
+/// A mutex without poisoning.
+#[derive(Debug, Default)]
+pub struct Mutex<T>(std::sync::Mutex<T>);
+
+/// Holds a [`Mutex`]'s lock. Empty only within a wait.
+pub struct MutexGuard<'a, T>(Option<std::sync::MutexGuard<'a, T>>);
+
+/// Whether a wait ended because its time was up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TimedOut(bool);
+
+/// Where threads wait for what a [`Mutex`] guards to change.
+#[derive(Debug, Default)]
+pub struct Condvar(std::sync::Condvar);
+
+impl<T> Mutex<T> {
+    /// A mutex around `value`.
+    pub const fn new(value: T) -> Self {
+        Mutex(std::sync::Mutex::new(value))
+    }
+
+    /// Waits for the lock.
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        MutexGuard(Some(self.0.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+
+    /// The lock, if it is free now.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        match self.0.try_lock() {
+            Ok(guard) => Some(MutexGuard(Some(guard))),
+            Err(TryLockError::Poisoned(poisoned)) => Some(MutexGuard(Some(poisoned.into_inner()))),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// What it guards.
+    pub fn into_inner(self) -> T {
+        self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T> Deref for MutexGuard<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        match &self.0 {
+            Some(guard) => guard,
+            None => unreachable!("a guard is used while it waits"),
+        }
+    }
+}
+
+impl<T> DerefMut for MutexGuard<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        match &mut self.0 {
+            Some(guard) => guard,
+            None => unreachable!("a guard is used while it waits"),
+        }
+    }
+}
+
+impl TimedOut {
+    /// Was the time up?
+    pub fn timed_out(self) -> bool {
+        self.0
+    }
+}
+
+impl Condvar {
+    /// A condition nobody waits for yet.
+    pub const fn new() -> Self {
+        Condvar(std::sync::Condvar::new())
+    }
+
+    /// Lets go of the lock until somebody notifies.
+    pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
+        if let Some(held) = guard.0.take() {
+            let held = self.0.wait(held).unwrap_or_else(PoisonError::into_inner);
+            guard.0 = Some(held);
+        }
+    }
+
+    /// Lets go of the lock until somebody notifies, or `deadline`.
+    pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, deadline: Instant) -> TimedOut {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let Some(held) = guard.0.take() else {
+            return TimedOut(true);
+        };
+        let (held, result) = self
+            .0
+            .wait_timeout(held, left)
+            .unwrap_or_else(PoisonError::into_inner);
+        guard.0 = Some(held);
+        TimedOut(result.timed_out())
+    }
+
+    /// Wakes one that waits.
+    pub fn notify_one(&self) {
+        self.0.notify_one();
+    }
+
+    /// Wakes all that wait.
+    pub fn notify_all(&self) {
+        self.0.notify_all();
+    }
+}
