@@ -380,7 +380,7 @@ class ThreeTierMachine(DiskMachine):
     """DRAM, memory of a NUMA node, and NVMe."""
 
     def tiers(self) -> list[Any]:
-        return [Dram(ARENA), Cxl(ARENA, numa_node=0), Nvme(self.folder / "kv", 64 * ARENA, engine="threads")]
+        return [Dram(ARENA), Cxl(ARENA, numa_node=0), Nvme(self.folder / "kv", 2 * ARENA, engine="threads")]
 
 
 TestMemory = MemoryMachine.TestCase

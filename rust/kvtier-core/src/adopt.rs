@@ -31,7 +31,7 @@ impl Inner {
         }
         if excess > 0 {
             // The records that wait take memory too. A failure shows when something is written.
-            let _ = cold.tier.flush(Some(Instant::now() + PATIENCE));
+            let _ = cold.tier.commit(Some(Instant::now() + PATIENCE));
         }
         let known: Vec<Known> = recovered.iter().map(|r| self.adopt_one(r)).collect();
         self.attach_all(&recovered, &known);

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hashbrown::HashSet;
+use kvtier_codec::image::PAGE;
 use kvtier_nvme::Slot;
 
 use crate::error::{Error, Kind, Result};
@@ -12,10 +13,16 @@ use crate::load::Miss;
 use crate::mover::{Sent, Why};
 use crate::order::Known;
 use crate::policy::Handle;
+use crate::space::Force;
 use crate::store::Inner;
 
 /// How long a slot's new use waits for the record that frees it.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Pages that are kept free on NVMe ahead of need, and at most this part of it: a freed slot is
+/// used again only once the record that frees it is durable, which no write should wait for.
+const AHEAD: u64 = (64 << 20) / PAGE as u64;
+const AHEAD_PART: u64 = 64;
 
 /// What may leave NVMe so that a block finds room there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +45,12 @@ impl Inner {
         stop: &dyn Fn() -> bool,
     ) -> Option<Slot> {
         let cold = self.cold.as_ref()?;
+        let ahead = AHEAD.min(cold.tier.capacity_pages() / AHEAD_PART);
         for _ in 0..256 {
+            let ready = cold.tier.free_pages() + cold.tier.free_soon_pages();
+            if room == Room::Coldest && ready < ahead {
+                self.evict_coldest((ahead / 2) as u32, usize::MAX, room);
+            }
             if let Some(slot) = cold.tier.reserve(pages) {
                 return Some(slot);
             }
@@ -64,8 +76,8 @@ impl Inner {
                 }
                 if freed == 0 {
                     // More than is needed: a freed slot costs a wait for its record.
-                    let share = (cold.tier.capacity_pages() / 64).min(2048) as u32;
-                    freed = self.evict_coldest((2 * pages).max(share), usize::MAX, room);
+                    let enough = (2 * pages).max((ahead / 4) as u32);
+                    freed = self.evict_coldest(enough, usize::MAX, room);
                 }
                 if freed == 0 && soon == 0 {
                     return None;
@@ -73,15 +85,25 @@ impl Inner {
             }
             // A freed slot is reused only once the record that frees it is durable.
             let deadline = deadline.min(Instant::now() + PATIENCE);
-            cold.tier.flush(Some(deadline)).ok()?;
+            cold.tier.commit(Some(deadline)).ok()?;
         }
         None
     }
 
-    /// Lets the coldest `count` blocks of NVMe go, whose entries are needed.
+    /// Lets the coldest `count` blocks of the lowest tier go, whose entries are needed.
     pub(crate) fn forget_coldest(&self, count: usize) {
         if self.cold.is_some() {
             self.evict_coldest(u32::MAX, count, Room::Spare);
+            return;
+        }
+        let tier = self.memory.len() - 1;
+        let mut victims = Vec::new();
+        self.order
+            .lock()
+            .policy(tier)
+            .victims(count, &mut |_| true, &mut victims);
+        for h in victims {
+            self.evict(tier, h, Force::default());
         }
     }
 

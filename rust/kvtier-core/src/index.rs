@@ -225,6 +225,11 @@ impl Shard {
             None => {
                 let len = self.entries.len() + 1;
                 make_room(&mut self.entries, len);
+                // A removal must not need memory.
+                let room = self.entries.capacity() - self.vacant.len();
+                if self.vacant.capacity() < self.entries.capacity() {
+                    self.vacant.reserve_exact(room);
+                }
                 self.entries.push(Some(entry));
                 self.entries.len() as u32 - 1
             }
@@ -245,8 +250,6 @@ impl Shard {
         {
             slot.remove();
         }
-        let len = self.vacant.len() + 1;
-        make_room(&mut self.vacant, len);
         self.vacant.push(local as u32);
         Some(entry)
     }

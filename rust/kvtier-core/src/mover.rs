@@ -229,6 +229,11 @@ impl Mover {
         state.in_flight == 0 && state.requests.is_empty()
     }
 
+    /// Is anything on its way to NVMe?
+    fn is_writing(&self) -> bool {
+        self.state.lock().in_flight > 0
+    }
+
     fn end(&self, known: Known, bytes: usize) {
         let mut state = self.state.lock();
         state.writing.remove(&known);
@@ -451,7 +456,8 @@ impl Inner {
     /// Copies a block to the next memory tier and frees it here.
     fn copy_down(self: &Arc<Self>, tier: usize, h: Handle, entry: &Entry, pin: Pin) -> bool {
         let below = tier + 1;
-        // Nobody else makes room there: this is the mover's own thread.
+        // Nobody else makes room there: this is the mover's own thread, and with nothing on its way
+        // to NVMe a wait would be for ever.
         let reserved = self.reserve_pressing(
             below,
             entry.shape.pages(),
@@ -460,6 +466,7 @@ impl Inner {
                 self.mover.look(self.clock.now());
                 self.demote_requested(below);
                 self.demote_to_low(below, wanted);
+                self.mover.is_writing()
             },
         );
         let new = match reserved {

@@ -111,6 +111,7 @@ impl Inner {
         let id = key::id(&ns.digest, block.key)?;
         if let Some(tier) = self.touch(&id, Some(shape))? {
             self.stats.present.add(1);
+            self.remove_replaced(ns, block, &id)?;
             return Ok(Put::Present(tier));
         }
         let parent = match block.parent {
@@ -166,14 +167,20 @@ impl Inner {
         self.stats.puts.add(1);
         self.stats.put_bytes.add(shape.payload() as u64);
         self.memory[0].stats.inserts.add(1);
+        self.remove_replaced(ns, block, &id)?;
+        self.stats.put.since(started);
+        Ok(published)
+    }
+
+    /// Removes the block that this one, which is there now, makes superfluous.
+    fn remove_replaced(&self, ns: &Namespace, block: &Block<'_>, id: &Id) -> Result<()> {
         if let Some(key) = block.replaces {
             let old = key::id(&ns.digest, key)?;
-            if old != id {
+            if old != *id {
                 self.remove_id(&old);
             }
         }
-        self.stats.put.since(started);
-        Ok(published)
+        Ok(())
     }
 
     fn orphan(&self) -> Put {

@@ -50,6 +50,17 @@ pub(crate) enum Made {
     Nothing,
 }
 
+/// Whether the first memory tier has given up what metadata takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Charge {
+    /// It has.
+    Paid,
+    /// So many pages are not free yet.
+    Lacks(u32),
+    /// It must not give up so much.
+    TooMuch,
+}
+
 /// Victims that one look at the policy asks for.
 const BATCH: usize = 16;
 
@@ -69,17 +80,18 @@ impl Inner {
             if made == Made::Nothing || asked > 2 {
                 self.mover.press(tier, wanted);
             }
+            true
         })
     }
 
     /// As [`Inner::reserve`]; `press` sees to it that blocks move down for a hole of so many pages,
-    /// and is told what was achieved already.
+    /// is told what was achieved already, and says whether there is anything to wait for.
     pub(crate) fn reserve_pressing(
         &self,
         tier: usize,
         pages: u32,
         deadline: Instant,
-        press: &mut dyn FnMut(u32, Made),
+        press: &mut dyn FnMut(u32, Made) -> bool,
     ) -> Result<Pin> {
         let memory = &self.memory[tier];
         let arena = &memory.arena;
@@ -87,16 +99,32 @@ impl Inner {
         let waiter = arena.waiter();
         loop {
             let seen = waiter.seen();
-            let mut wanted = if tier == 0 { self.charge_metadata() } else { 0 };
-            if wanted == 0 {
-                if let Some(pin) = arena.alloc(pages) {
-                    if self.has_below(tier) && self.is_above(tier, self.high) {
-                        self.mover.wake();
+            let charge = if tier == 0 {
+                self.charge_metadata()
+            } else {
+                Charge::Paid
+            };
+            let wanted = match charge {
+                Charge::Paid => match arena.alloc(pages) {
+                    Some(pin) => {
+                        if self.has_below(tier) && self.is_above(tier, self.high) {
+                            self.mover.wake();
+                        }
+                        return Ok(pin);
                     }
-                    return Ok(pin);
+                    None => pages,
+                },
+                Charge::Lacks(pages) => pages,
+                Charge::TooMuch => {
+                    // Records on their way to NVMe are part of it, and soon gone.
+                    if patient && let Some(cold) = &self.cold {
+                        let _ = cold
+                            .tier
+                            .commit(Some(deadline.min(Instant::now() + GLANCE)));
+                    }
+                    0
                 }
-                wanted = pages;
-            }
+            };
             if pages > arena.pages() {
                 return Err(Error::new(
                     Kind::Full,
@@ -111,17 +139,21 @@ impl Inner {
             if self.is_closed() {
                 return Err(Error::new(Kind::Closed, "the store is being closed"));
             }
-            let made = self.make_room(tier, wanted);
-            if made == Made::Room {
-                continue;
+            let mut hope = true;
+            if wanted > 0 {
+                let made = self.make_room(tier, wanted);
+                if made == Made::Room {
+                    continue;
+                }
+                hope = press(wanted, made) || waiter.seen() != seen;
             }
-            press(wanted, made);
             let now = Instant::now();
-            if patient && now < deadline {
-                waiter.wait(seen, deadline.min(now + GLANCE));
+            if hope && patient && now < deadline {
+                let brief = if wanted > 0 { GLANCE } else { GLANCE / 100 };
+                waiter.wait(seen, deadline.min(now + brief));
                 continue;
             }
-            let (kind, what) = if patient {
+            let (kind, what) = if hope && patient {
                 (Kind::Deadline, "before the deadline")
             } else {
                 (Kind::Full, "now")
@@ -356,15 +388,17 @@ impl Inner {
     }
 
     /// Sees to it that the first memory tier gives up as many pages as the index, the policies and
-    /// the tables of the tiers use, so that all of it together stays within the tier's size. Returns
-    /// how many pages are still lacking.
-    pub(crate) fn charge_metadata(&self) -> u32 {
+    /// the tables of the tiers use, so that all of it together stays within the tier's size.
+    ///
+    /// From half the tier on, each new entry takes the place of the coldest; three quarters are
+    /// never passed.
+    pub(crate) fn charge_metadata(&self) -> Charge {
         const STEP: usize = 32; // slots reserved between two looks
-        const ENTRY: usize = 1024; // more than a new block's entry, links and nodes take
+        const ENTRY: usize = 1536; // more than a new block's entry, links and nodes take
         const RECORDS: usize = 4 << 20; // more than records that wait for NVMe take
         let count = self.uncharged.fetch_add(1, Ordering::Relaxed);
         if !count.is_multiple_of(STEP) {
-            return 0;
+            return Charge::Paid;
         }
         let arena = &self.memory[0].arena;
         let bytes = self.metadata_bytes();
@@ -376,19 +410,30 @@ impl Inner {
         // What is added until the next look, and what vectors grow by at a time.
         let need = (bytes + bytes / 8 + STEP * ENTRY + records).div_ceil(PAGE) as u32;
         if need > mapped / 2 {
-            self.forget_coldest(STEP); // their entries are used again
+            self.forget_coldest(2 * STEP); // their entries are used again
         }
-        let mut lacking = need.saturating_sub(arena.ceded_pages());
-        if lacking > 0 {
-            let step = lacking.max(mapped / 512);
+        let most = mapped / 4 * 3;
+        // Well ahead of time the highest pages are vacated, so that all that is given up lies
+        // together; once it must be, any will do.
+        let wish = (need + mapped / 64).min(most);
+        let wish = wish.saturating_sub(arena.ceded_pages());
+        if wish > 0 {
+            let step = wish.max(mapped / 512);
             let (from, to, runs) = arena.top(step);
             self.clear(0, from, to, &runs);
-            lacking = lacking.saturating_sub(arena.cede(step));
+            arena.cede(step, false);
         }
+        let mut lacking = need.min(most).saturating_sub(arena.ceded_pages());
+        lacking -= arena.cede(lacking, true);
+        if lacking == 0 && need <= most {
+            return Charge::Paid;
+        }
+        self.uncharged.store(0, Ordering::Relaxed); // the next one looks again
         if lacking > 0 {
-            self.uncharged.store(0, Ordering::Relaxed); // the next one looks again
+            Charge::Lacks(lacking)
+        } else {
+            Charge::TooMuch
         }
-        lacking
     }
 
     /// Bytes of everything that is kept in memory beside blocks.

@@ -24,6 +24,7 @@ use crate::pacer::Pacer;
 use crate::policy;
 pub use crate::region::Region;
 pub use crate::report::{Report, TierReport};
+use crate::space::Charge;
 use crate::stats::{StoreStats, TierStats};
 use crate::workers::{Crew, Workers};
 
@@ -221,7 +222,7 @@ impl Store {
             fork: fork::Generation::now(),
         });
         inner.adopt(recovered);
-        if inner.charge_metadata() > 0 {
+        if inner.charge_metadata() != Charge::Paid {
             return Err(Error::new(
                 Kind::Config,
                 format!(

@@ -121,11 +121,13 @@ fn a_full_block_replaces_the_partial_one_it_names() {
         replaces: Some(&key(1)),
         importance: 0.0,
     };
-    store.put(&ns, &block, soon()).unwrap();
-    assert_eq!(
-        store.contains(&ns, &[&key(1), &key(2)]).unwrap(),
-        [false, true]
-    );
+    // Even when the full one is there already.
+    for want in [Put::Stored("dram"), Put::Present("dram")] {
+        assert_eq!(store.put(&ns, &block, soon()).unwrap(), want);
+        let there = store.contains(&ns, &[&key(1), &key(2)]).unwrap();
+        assert_eq!(there, [false, true]);
+        put(&store, &ns, &key(1), &partial, None);
+    }
 }
 
 #[test]

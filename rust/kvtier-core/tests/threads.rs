@@ -237,19 +237,19 @@ fn stress(store: Store, threads: u64, steps: usize, seed: u64) {
 
 #[test]
 fn over_dram_alone() {
-    stress(dram(4 << 20), 4, 1500, 1);
+    stress(dram(4 << 20), 4, 4000, 1);
 }
 
 #[test]
 fn over_dram_and_nvme() {
     let dir = tempfile::tempdir().unwrap();
     let store = two_tiers(4 << 20, nvme(dir.path(), 24 << 20));
-    stress(store, 4, 1200, 2);
+    stress(store, 4, 2500, 2);
 }
 
 #[test]
 fn over_dram_and_a_smaller_nvme() {
-    stress(over(6 << 20, RamDevice::new(4 << 20), |_| ()), 4, 800, 3);
+    stress(over(6 << 20, RamDevice::new(4 << 20), |_| ()), 4, 2000, 3);
 }
 
 #[test]
@@ -265,6 +265,6 @@ fn over_three_tiers_with_another_policy() {
         let store = over(4 << 20, RamDevice::new(12 << 20), |config| {
             config.policy = policy.into();
         });
-        stress(store, 3, 300, 5);
+        stress(store, 3, 800, 5);
     }
 }

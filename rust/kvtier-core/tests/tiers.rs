@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::*;
-use kvtier_core::config::{Config, Memory};
+use kvtier_core::config::{Config, Memory, MemoryKind};
 use kvtier_core::error::Kind;
 use kvtier_core::index::half;
 use kvtier_core::layout::Selection;
@@ -458,6 +458,31 @@ fn blocks_go_down_three_tiers_and_none_is_lost() {
     let store = open();
     assert_eq!(store.matching(&ns, &keys(&blocks)).unwrap().blocks, 150);
     assert_eq!(hits(&store, &ns, &blocks), 150);
+    clear_and_check(&store);
+}
+
+#[test]
+fn a_copy_that_leaves_a_lower_tier_stays_above() {
+    let cxl = Memory {
+        kind: MemoryKind::Cxl,
+        ..Memory::dram(1 << 20)
+    };
+    let store = Store::open(Config::new(vec![Memory::dram(4 << 20), cxl], None)).unwrap();
+    let ns = opaque(b"above");
+    let blocks = put_blocks(&store, &ns, 110, SIZE, false);
+    assert_eq!(store.matching(&ns, &[&key(0)]).unwrap().tiers, ["cxl"]);
+    let job = store.prefetch(&ns, &[&key(0)], 0, None, 0).unwrap();
+    assert!(job.wait(soon()));
+    assert_eq!(job.results().unwrap(), [Ok("dram")]);
+    for n in 200..260 {
+        put(&store, &ns, &key(n), &bytes(n, SIZE), None);
+    }
+    assert!(
+        count(&store, "cxl", "evictions") > 20,
+        "all of CXL was replaced"
+    );
+    assert_eq!(get_all(&store, &ns, &blocks[..1]), [Ok("dram")]);
+    audit(&store);
     clear_and_check(&store);
 }
 

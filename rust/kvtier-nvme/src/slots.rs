@@ -163,22 +163,22 @@ impl Slots {
         tries: usize,
         mut movable: impl FnMut(Run) -> bool,
     ) -> Option<(u32, u32)> {
-        let mut best: Option<((u32, u32), (u32, u32))> = None;
-        for &(_, hole) in self.holes.iter().rev().take(tries) {
-            for (cost, from, to) in [
-                self.grow(hole, pages, true, &mut movable),
-                self.grow(hole, pages, false, &mut movable),
-            ]
-            .into_iter()
-            .flatten()
-            {
-                // Of equal ones the lowest: its hole moves up, and merges with the next.
-                if best.is_none_or(|(least, _)| (cost, hole) < least) {
-                    best = Some(((cost, hole), (from, to)));
+        // Up from its hole, so that what stays free of the window moves up, and merges with the
+        // next hole in the end; down only where nothing else is left.
+        for up in [true, false] {
+            let mut best: Option<(u32, (u32, u32))> = None;
+            for &(_, hole) in self.holes.iter().rev().take(tries) {
+                if let Some((cost, from, to)) = self.grow(hole, pages, up, &mut movable)
+                    && best.is_none_or(|(least, _)| cost < least)
+                {
+                    best = Some((cost, (from, to)));
                 }
             }
+            if let Some((_, window)) = best {
+                return Some(window);
+            }
         }
-        best.map(|(_, window)| window)
+        None
     }
 
     fn grow(

@@ -417,7 +417,17 @@ impl NvmeTier {
     /// [`ErrorKind::Config`] in a [`Done`] callback, which would wait for itself.
     pub fn flush(&self, deadline: Option<Instant>) -> Result<(), Error> {
         refuse_in_callback()?;
-        flush(&self.volumes, deadline)
+        on_all(&self.volumes, |volume| volume.flush(deadline))
+    }
+
+    /// Waits until all earlier removals, and all writes that are complete, are durable: the slots of
+    /// removed blocks that nobody holds are free then.
+    ///
+    /// # Errors
+    /// As [`NvmeTier::flush`].
+    pub fn commit(&self, deadline: Option<Instant>) -> Result<(), Error> {
+        refuse_in_callback()?;
+        on_all(&self.volumes, |volume| volume.commit(deadline))
     }
 
     /// Flushes, stops the threads and gives the paths free for others.
@@ -580,14 +590,15 @@ fn refuse_in_callback() -> Result<(), Error> {
     Ok(())
 }
 
-fn flush(volumes: &[Arc<Volume>], deadline: Option<Instant>) -> Result<(), Error> {
+/// Waits on each volume, also where an earlier one fails.
+fn on_all(
+    volumes: &[Arc<Volume>],
+    wait: impl Fn(&Volume) -> Result<(), Error>,
+) -> Result<(), Error> {
     // All at once, so that none has to wait for another that hangs.
     volumes.iter().for_each(|volume| volume.hasten());
-    let flushed: Vec<_> = volumes
-        .iter()
-        .map(|volume| volume.flush(deadline))
-        .collect();
-    flushed.into_iter().collect()
+    let waited: Vec<_> = volumes.iter().map(|volume| wait(volume)).collect();
+    waited.into_iter().collect()
 }
 
 pub(crate) fn close(
@@ -596,7 +607,7 @@ pub(crate) fn close(
     deadline: Option<Instant>,
 ) -> Result<(), Error> {
     volumes.iter().for_each(|volume| volume.refuse());
-    let flushed = flush(volumes, deadline);
+    let flushed = on_all(volumes, |volume| volume.flush(deadline));
     volumes.iter().for_each(|volume| volume.begin_stop());
     let mut all = true;
     for volume in volumes {

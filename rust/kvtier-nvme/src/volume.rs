@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use kvtier_codec::image::{Id, PAGE};
 
 use crate::clock::Clock;
@@ -449,8 +449,23 @@ impl Volume {
 
     /// See [`crate::NvmeTier::flush`].
     pub fn flush(&self, deadline: Option<Instant>) -> Result<(), Error> {
-        let mut state = self.state.lock();
+        let state = self.state.lock();
         let writes = state.next_write;
+        self.durable(state, writes, deadline)
+    }
+
+    /// See [`crate::NvmeTier::commit`].
+    pub fn commit(&self, deadline: Option<Instant>) -> Result<(), Error> {
+        self.durable(self.state.lock(), 0, deadline)
+    }
+
+    /// Waits until the writes before number `writes` are complete, and all records of then durable.
+    fn durable(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        writes: u64,
+        deadline: Option<Instant>,
+    ) -> Result<(), Error> {
         let mut records = None;
         loop {
             if let Some(why) = &state.failed {

@@ -9,7 +9,7 @@ use kvtier_core::fork::Generation;
 use kvtier_core::load::Miss;
 use kvtier_core::put::{Block, Put};
 use kvtier_core::read::{Got, Out};
-use kvtier_core::store::Store;
+use kvtier_core::store::{Namespace, Store};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyDict;
@@ -201,6 +201,35 @@ impl Core {
             Err(error) => Err(from_core(py, &error)),
         }
     }
+
+    /// Starts an operation that reads blocks: what lies on NVMe is loaded first, so that `work`
+    /// finds it in memory.
+    #[expect(clippy::too_many_arguments, reason = "what every operation has")]
+    fn start_reading(
+        &self,
+        py: Python<'_>,
+        space: &Space,
+        keys: &[PyBackedBytes],
+        views: Vec<View>,
+        until: Instant,
+        to: &Completions,
+        token: u64,
+        lost: fn(Error) -> Outcome,
+        work: impl FnOnce(&Store, &Namespace, &[&[u8]]) -> Outcome + Send + 'static,
+    ) -> PyResult<Operation> {
+        // The worker must not touch Python objects: it gets copies of the keys.
+        let keys: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
+        let ns = space.ns.clone();
+        self.start(py, views, to, token, lost, move |store, finisher| {
+            let (inner, work_keys, work_ns) = (store.clone(), keys.clone(), ns.clone());
+            let wanted: Vec<&[u8]> = keys.iter().map(|k| &k[..]).collect();
+            let work = Box::new(move || {
+                let keys: Vec<&[u8]> = work_keys.iter().map(|k| &k[..]).collect();
+                finisher.finish(work(&inner, &work_ns, &keys));
+            });
+            store.after_loading(&ns, &wanted, until, work)
+        })
+    }
 }
 
 #[pymethods]
@@ -361,9 +390,10 @@ impl Core {
         let until = deadline(py, timeout)?;
         let part = selection(layers, tokens);
         let targets: Vec<Out> = views.iter().map(View::out).collect();
+        let names = slices(&keys); // the keys themselves are dropped attached
         let gots = self.run(py, move |store| {
             // SAFETY: the views keep the caller's memory until after the call.
-            unsafe { store.get_into(&space.ns, &slices(&keys), &targets, &part, until) }
+            unsafe { store.get_into(&space.ns, &names, &targets, &part, until) }
         })?;
         Ok(gots.into_iter().map(got_code).collect())
     }
@@ -555,31 +585,18 @@ impl Core {
         let until = deadline(py, timeout)?;
         let part = selection(layers, tokens);
         let targets: Vec<Out> = views.iter().map(View::out).collect();
-        let keys: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
-        let ns = space.ns.clone();
-        self.start(
+        self.start_reading(
             py,
+            space,
+            &keys,
             views,
+            until,
             to,
             token,
             |e| Outcome::Gots(Err(e)),
-            move |store, finisher| {
-                let inner = store.clone();
-                let wanted = keys.clone();
-                let wanted: Vec<&[u8]> = wanted.iter().map(|k| &k[..]).collect();
-                let work_ns = ns.clone();
-                store.after_loading(
-                    &ns,
-                    &wanted,
-                    until,
-                    Box::new(move || {
-                        let keys: Vec<&[u8]> = keys.iter().map(|k| &k[..]).collect();
-                        // SAFETY: the operation keeps the caller's buffers until it has finished.
-                        let gots =
-                            unsafe { inner.get_into(&work_ns, &keys, &targets, &part, until) };
-                        finisher.finish(Outcome::Gots(gots));
-                    }),
-                )
+            move |store, ns, keys| {
+                // SAFETY: the operation keeps the caller's buffers until it has finished.
+                Outcome::Gots(unsafe { store.get_into(ns, keys, &targets, &part, until) })
             },
         )
     }
@@ -597,30 +614,16 @@ impl Core {
         token: u64,
     ) -> PyResult<Operation> {
         let until = deadline(py, timeout)?;
-        let keys: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
-        let ns = space.ns.clone();
-        self.start(
+        self.start_reading(
             py,
+            space,
+            &keys,
             Vec::new(),
+            until,
             to,
             token,
             |e| Outcome::Leases(Err(e)),
-            move |store, finisher| {
-                let inner = store.clone();
-                let wanted = keys.clone();
-                let wanted: Vec<&[u8]> = wanted.iter().map(|k| &k[..]).collect();
-                let work_ns = ns.clone();
-                store.after_loading(
-                    &ns,
-                    &wanted,
-                    until,
-                    Box::new(move || {
-                        let keys: Vec<&[u8]> = keys.iter().map(|k| &k[..]).collect();
-                        finisher
-                            .finish(Outcome::Leases(inner.lease(&work_ns, &keys, verify, until)));
-                    }),
-                )
-            },
+            move |store, ns, keys| Outcome::Leases(store.lease(ns, keys, verify, until)),
         )
     }
 
@@ -635,29 +638,16 @@ impl Core {
         token: u64,
     ) -> PyResult<Operation> {
         let until = deadline(py, timeout)?;
-        let keys: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
-        let ns = space.ns.clone();
-        self.start(
+        self.start_reading(
             py,
+            space,
+            &keys,
             Vec::new(),
+            until,
             to,
             token,
             |e| Outcome::Flags(Err(e)),
-            move |store, finisher| {
-                let inner = store.clone();
-                let wanted = keys.clone();
-                let wanted: Vec<&[u8]> = wanted.iter().map(|k| &k[..]).collect();
-                let work_ns = ns.clone();
-                store.after_loading(
-                    &ns,
-                    &wanted,
-                    until,
-                    Box::new(move || {
-                        let keys: Vec<&[u8]> = keys.iter().map(|k| &k[..]).collect();
-                        finisher.finish(Outcome::Flags(inner.pin(&work_ns, &keys, until)));
-                    }),
-                )
-            },
+            move |store, ns, keys| Outcome::Flags(store.pin(ns, keys, until)),
         )
     }
 

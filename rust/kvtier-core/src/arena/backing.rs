@@ -6,9 +6,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 
+use crate::sync::Mutex;
 use kvtier_codec::image::PAGE;
 use kvtier_nvme::device::lock::Lock;
-use parking_lot::Mutex;
 
 use crate::error::{Error, Kind, Result};
 

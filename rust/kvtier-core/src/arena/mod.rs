@@ -280,17 +280,22 @@ impl Arena {
         (from, to, self.slots.lock().iter(from, to).collect())
     }
 
-    /// Hands up to `pages` free pages over to the index for good, those at the highest addresses.
+    /// Hands up to `pages` free pages over to the index for good, those at the highest addresses;
+    /// `scattered` ones only if it must be, since none can be moved out of the way of a large hole.
     /// Returns how many.
-    pub fn cede(&self, pages: u32) -> u32 {
+    pub fn cede(&self, pages: u32, scattered: bool) -> u32 {
         const LOOK: u32 = 1024; // pages looked through at a time
         let mut slots = self.slots.lock();
         let mut at = self.top.load(Ordering::Relaxed);
         let mut taken: Vec<(u32, u32)> = Vec::new();
         let (mut left, mut solid) = (pages, true);
-        while at > 0 && left > 0 {
+        while at > 0 && left > 0 && (solid || scattered) {
             let runs: Vec<Run> = slots.iter(at.saturating_sub(LOOK), at).collect();
             for run in runs.into_iter().rev() {
+                solid &= run.owner == FREE || run.owner == LOST;
+                if left == 0 || !(solid || scattered) {
+                    break;
+                }
                 let n = if run.owner == FREE {
                     run.pages.min(left)
                 } else {
@@ -301,15 +306,9 @@ impl Arena {
                     left -= n;
                     taken.push((from, n));
                 }
-                solid &= n > 0 || run.owner == LOST;
+                at = if n > 0 { from } else { run.start };
                 if solid {
-                    let top = if run.owner == LOST { run.start } else { from };
-                    self.top.store(top, Ordering::Relaxed);
-                }
-                solid &= n == 0 || n == run.pages;
-                at = run.start;
-                if left == 0 {
-                    break;
+                    self.top.store(at, Ordering::Relaxed);
                 }
             }
         }
@@ -516,9 +515,9 @@ mod tests {
     fn ceded_and_lost_pages_are_never_handed_out() {
         let arena = arena(8);
         let pin = arena.alloc(7).unwrap();
-        assert_eq!(arena.cede(2), 1, "only what is free");
+        assert_eq!(arena.cede(2, false), 1, "only what is free");
         pin.discard();
-        assert_eq!(arena.cede(1), 1);
+        assert_eq!(arena.cede(1, false), 1);
         assert_eq!((arena.pages(), arena.free_pages()), (6, 6));
         assert_eq!(arena.top(2).0, 4);
         let bad = arena.alloc(2).unwrap();
@@ -536,15 +535,16 @@ mod tests {
         let lost = arena.alloc(2).unwrap();
         assert!(arena.quarantine(lost.start()) && !arena.quarantine(lost.start()));
         lost.discard();
-        assert_eq!((arena.cede(1), arena.cede(1)), (1, 0));
+        assert_eq!((arena.cede(1, false), arena.cede(1, false)), (1, 0));
         assert_eq!(
             arena.top(1),
             (6, 7, arena.top(1).2),
             "the quarantined slot is passed over"
         );
         low.discard();
+        assert_eq!(arena.cede(1, false), 0, "a held slot is in the way");
         assert_eq!(
-            (arena.cede(1), arena.pages(), arena.free_pages()),
+            (arena.cede(1, true), arena.pages(), arena.free_pages()),
             (1, 6, 3)
         );
         assert!(arena.alloc(3).is_some_and(|pin| pin.start() == 0));
