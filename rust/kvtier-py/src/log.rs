@@ -10,7 +10,7 @@ use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata};
 
-use crate::sync::Mutex;
+use kvtier_core::sync::Mutex;
 
 /// The most that waits to be passed on; what comes beyond is dropped, for the first ones say why.
 const MOST: usize = 100;
