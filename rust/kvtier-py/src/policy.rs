@@ -4,7 +4,7 @@ use kvtier_core::policy::{self, Handle, Meta};
 use pyo3::prelude::*;
 
 use crate::errors::from_core;
-use crate::sync::Mutex;
+use kvtier_core::sync::Mutex;
 
 /// An eviction policy over numbered blocks, the very code that the store and the replayer use.
 #[pyclass(frozen, module = "kvtier._kvtier")]
