@@ -22,7 +22,7 @@ import torch
 
 from blocks import KIB, MIB, key, keys, payload, slow_store
 from kvtier import DeadlineError, Dram, FullError, InvalidBlockError, KVLayout, Nvme, Result, StorageError, Store
-from kvtier._kvtier import check_dir
+from kvtier._kvtier import check_dirs
 from programs import program
 
 
@@ -125,7 +125,7 @@ def test_dropped_status_a_damaged_block_is_a_miss_once_and_gone(tiers: tuple[Dra
         assert store.stats()["tiers"]["nvme"]["corrupt"] == 1
         assert store.put(names[1], datas[1], parent=names[0]).stored
         assert store.get(names[1]).tobytes() == datas[1]  # type: ignore[union-attr]
-    report = check_dir(tiers[1].paths[0], False)
+    (report,) = check_dirs([*tiers[1].paths], False)
     assert report["corrupt"] == 0
 
 

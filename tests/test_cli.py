@@ -14,6 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from kvtier import Dram, Nvme, Store
 from kvtier.cli import model as demo_model
 from kvtier.cli import output, prompt
 from kvtier.errors import ConfigError, StorageError
@@ -142,6 +143,21 @@ def test_a_directory_without_a_store_is_unusable(tmp_path: Path, command: str) -
     assert done.returncode == 2
     assert str(tmp_path) in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_paths_of_a_tier_are_checked_together(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with Store(Dram("1MiB"), Nvme([*paths], "8MiB")) as store:
+        keys = [number.to_bytes(16, "big") for number in range(40)]
+        store.put_many(keys, [b"x" * 20_000] * 40, parents=[None, *keys[:-1]])
+    both = kvtier("check", *paths, "--json")
+    assert both.returncode == 0, both.stderr
+    reports = lines(both)
+    assert [report["path"] for report in reports] == [*map(str, paths)]
+    assert sum(report["blocks"] for report in reports) == 40
+    assert all(report["blocks"] and not report["orphaned"] for report in reports)
+    (alone,) = lines(kvtier("check", paths[0], "--json"))
+    assert alone["orphaned"] > 0, "its blocks' parents lie on the other path"
 
 
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,32 +18,36 @@ _directory = click.argument("directory", type=click.Path(path_type=Path))
 
 
 @click.command()
-@_directory
+@click.argument("directories", metavar="DIRECTORY...", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--repair", is_flag=True, help="Drop what is damaged, so that the rest is clean.")
 @json_option
 @click.pass_context
-def check(ctx: click.Context, directory: Path, repair: bool, as_json: bool) -> None:
-    """Verify every block of the NVMe tier in DIRECTORY.
+def check(ctx: click.Context, directories: tuple[Path, ...], repair: bool, as_json: bool) -> None:
+    """Verify every block of an NVMe tier. DIRECTORY: all its paths, since a block's parent may lie on another one.
 
     Exit code 0: clean. 1: damaged, and the damage is named (with --repair: it was, and is gone now). 2: unusable.
     """
-    report = dict(_kvtier.check_dir(str(directory), repair))
-    damaged = report.pop("damaged")
-    if as_json:
-        emit({**report, "damaged": damaged, "repaired": repair and bool(damaged)})
-    else:
-        console.print(f"{report['blocks']} blocks, {size(report['bytes'])}")
-        for name in ("corrupt", "quarantined", "orphaned"):
-            console.print(f"{name}: {report[name]}")
-        for what in damaged:
-            console.print(what, markup=False)
-        if not damaged:
-            console.print("clean")
-        elif repair:
-            console.print("repaired: the damaged blocks are dropped and will be misses")
+    reports = _kvtier.check_dirs([*directories], repair)
+    for directory, report in zip(directories, reports, strict=True):
+        if as_json:
+            emit({"path": str(directory), **report, "repaired": repair and bool(report["damaged"])})
         else:
-            console.print("damaged: `kvtier check --repair` drops these blocks; reading them is a miss in any case")
-    ctx.exit(1 if damaged else 0)
+            _show(directory, report, repair)
+    ctx.exit(1 if any(report["damaged"] for report in reports) else 0)
+
+
+def _show(directory: Path, report: Mapping[str, Any], repair: bool) -> None:
+    console.print(f"{directory}: {report['blocks']} blocks, {size(report['bytes'])}", markup=False)
+    for name in ("corrupt", "quarantined", "orphaned"):
+        console.print(f"{name}: {report[name]}")
+    for what in report["damaged"]:
+        console.print(what, markup=False)
+    if not report["damaged"]:
+        console.print("clean")
+    elif repair:
+        console.print("repaired: the damaged blocks are dropped and will be misses")
+    else:
+        console.print("damaged: `kvtier check --repair` drops these blocks; reading them is a miss in any case")
 
 
 @click.command()

@@ -98,6 +98,7 @@ impl Store {
                 ("checkpoints", s.checkpoints),
                 ("recovered", s.recovered),
                 ("failed_paths", s.failed_paths),
+                ("damaged_metadata", s.damaged),
             ]);
             tiers.push(TierReport {
                 name: NVME,

@@ -41,7 +41,7 @@ fn _kvtier(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<replay::Trace>()?;
     m.add_class::<replay::Counter>()?;
     m.add_function(wrap_pyfunction!(bounds::bound_memcpy, m)?)?;
-    m.add_function(wrap_pyfunction!(tools::check_dir, m)?)?;
+    m.add_function(wrap_pyfunction!(tools::check_dirs, m)?)?;
     m.add_function(wrap_pyfunction!(tools::inspect_dir, m)?)?;
     m.add_function(wrap_pyfunction!(tools::probe, m)?)?;
     m.add_function(wrap_pyfunction!(tools::copy_kernel, m)?)?;

@@ -18,22 +18,26 @@ fn looked<T: Send>(
     found.map_err(|e| from_core(py, &e))
 }
 
-/// Verifies every block of an NVMe tier; `repair` drops what is damaged.
+/// Verifies every block of an NVMe tier over these paths, a report for each; `repair` drops what is
+/// damaged.
 #[pyfunction]
-pub fn check_dir<'py>(
+pub fn check_dirs<'py>(
     py: Python<'py>,
-    path: PathBuf,
+    paths: Vec<PathBuf>,
     repair: bool,
-) -> PyResult<Bound<'py, PyDict>> {
-    let report = looked(py, || kvtier_nvme::check(&path, repair))?;
-    let out = PyDict::new(py);
-    out.set_item("blocks", report.blocks)?;
-    out.set_item("bytes", report.bytes)?;
-    out.set_item("corrupt", report.corrupt)?;
-    out.set_item("quarantined", report.quarantined)?;
-    out.set_item("orphaned", report.orphaned)?;
-    out.set_item("damaged", report.damaged)?;
-    Ok(out)
+) -> PyResult<Vec<Bound<'py, PyDict>>> {
+    let reports = looked(py, || kvtier_nvme::check_all(&paths, repair))?;
+    let dict = |report: kvtier_nvme::CheckReport| {
+        let out = PyDict::new(py);
+        out.set_item("blocks", report.blocks)?;
+        out.set_item("bytes", report.bytes)?;
+        out.set_item("corrupt", report.corrupt)?;
+        out.set_item("quarantined", report.quarantined)?;
+        out.set_item("orphaned", report.orphaned)?;
+        out.set_item("damaged", report.damaged)?;
+        Ok(out)
+    };
+    reports.into_iter().map(dict).collect()
 }
 
 /// Which kernel copies and hashes on this machine.
