@@ -17,6 +17,7 @@ from kvtier.kappa.kvformat import KVFormat
 from kvtier.kappa.measured import Measured, MeasuredTier
 from kvtier.kappa.model import Experts, Latent, ModelSpec
 from kvtier.kappa.parallel import Parallel, shard, tensor_parallel
+from kvtier.kappa.passes import Passes
 from kvtier.kappa.ratio import kappa_crit, kappa_hw, kappa_m, kappa_ratio, kappa_turn, t_star
 from kvtier.kappa.ttft import (
     Compute,
@@ -52,6 +53,7 @@ __all__ = [
     "ModelSpec",
     "Parallel",
     "Part",
+    "Passes",
     "Request",
     "Residency",
     "Split",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -10,6 +11,7 @@ from typing import Literal, NamedTuple
 from kvtier.errors import ConfigError
 from kvtier.kappa.measured import Measured, Prefill
 from kvtier.kappa.number import positive, whole
+from kvtier.kappa.passes import Passes
 
 __all__ = ["Decision", "Request", "Residency", "decide"]
 
@@ -108,7 +110,7 @@ def decide(
     cached, new, prefill = request.cached, request.new, measured.prefill
     recompute = prefill.last(0, cached + new)
     if not cached:
-        return Decision("recompute", 0, recompute, "nothing is cached", math.inf, recompute, math.inf)
+        return Decision("recompute", 0, recompute, f"nothing is cached{measured.mark}", math.inf, recompute, math.inf)
     if type(granularity) is not int or granularity < 1:
         whole("granularity", granularity)
     lines, size, first = _lines(cached, residency.bytes, measured)
@@ -120,12 +122,12 @@ def decide(
     split = both + after if 0 < s < cached else math.inf
     better = min(load, recompute)
     if split < better * (1 - margin):
-        why = f"computing {s} of {cached} cached tokens while the rest loads: {split:.4g} s, {better:.4g} s otherwise"
+        why = f"computing {s} of {cached} cached tokens while the rest loads: {split:.4g} s, {better:.4g} s otherwise{measured.mark}"
         return Decision("split", s, split, why, load, recompute, split)
     if load <= recompute:
-        why = f"loading {size / 1e6:.4g} MB takes {fixed + full:.4g} s, computing {cached} tokens again {recompute - after:.4g} s"
+        why = f"loading {size / 1e6:.4g} MB takes {fixed + full:.4g} s, computing {cached} tokens again {recompute - after:.4g} s{measured.mark}"
         return Decision("load", 0, load, why, load, recompute, split)
-    why = f"computing {cached} tokens again takes {recompute - after:.4g} s, loading {size / 1e6:.4g} MB {fixed + full:.4g} s"
+    why = f"computing {cached} tokens again takes {recompute - after:.4g} s, loading {size / 1e6:.4g} MB {fixed + full:.4g} s{measured.mark}"
     return Decision("recompute", cached, recompute, why, load, recompute, split)
 
 
@@ -162,12 +164,17 @@ def _remaining(lines: list[_Line], s: float, concurrent: bool) -> float:
 
 
 def _best(
-    prefill: Prefill, lines: list[_Line], cached: int, step: int, concurrent: bool, fixed: float
+    prefill: Prefill | Passes, lines: list[_Line], cached: int, step: int, concurrent: bool, fixed: float
 ) -> tuple[int, float]:
     """The best s, a multiple of ``step`` above 0 (0 if there is none below K), and the seconds until both are done."""
+    if isinstance(prefill, Passes):
+        step = math.lcm(step, prefill.chunk)  # the front is computed in whole passes
     if step >= cached:
         return 0, math.inf
-    meet = _meeting(prefill, lines, cached, concurrent, fixed)
+    if isinstance(prefill, Passes):
+        meet: float = _chunks(prefill, lines, cached, step, concurrent, fixed) * step
+    else:
+        meet = _meeting(prefill, lines, cached, concurrent, fixed)
     low = min(max(int(meet / step), 1), (cached - 1) // step)
     high = min(low + 1, (cached - 1) // step)
     best, lowest = 0, math.inf
@@ -177,6 +184,20 @@ def _best(
         if longer < lowest:
             best, lowest = s, longer
     return best, lowest
+
+
+def _chunks(prefill: Passes, lines: list[_Line], cached: int, step: int, concurrent: bool, fixed: float) -> int:
+    """The last multiple of ``step``, counted in steps, at which the computation is done first; 0 if there is none."""
+    times = prefill.chunks(-(-cached // prefill.chunk))[:: step // prefill.chunk]
+    high = bisect_left(times, fixed + _remaining(lines, 0, concurrent))  # the load never takes longer than all of it
+    low = bisect_left(times, fixed + _remaining(lines, high * step, concurrent), 0, high) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if times[middle] >= fixed + _remaining(lines, middle * step, concurrent):
+            high = middle
+        else:
+            low = middle
+    return max(low, 0)
 
 
 def _meeting(prefill: Prefill, lines: list[_Line], cached: int, concurrent: bool, fixed: float) -> float:

@@ -6,7 +6,7 @@ import datetime
 import json
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from kvtier.kappa.cost import pair_flops, up_flops
 from kvtier.kappa.hardware import HardwareSpec
 from kvtier.kappa.model import ModelSpec
 from kvtier.kappa.number import positive
+from kvtier.kappa.passes import Passes
 
 __all__ = ["Measured", "MeasuredTier", "Prefill"]
 
@@ -72,6 +73,11 @@ class Measured:
         hit_s: fixed seconds of a hit, whatever its size. Default 0.
         concurrent: whether the tiers deliver at the same time. Default False, one after the other.
         shared_bytes_per_s: a way that all tiers share; None (default) where there is none.
+        copy_bytes_per_s: the copy of what a tier delivered into the model's own tensors, where that is a step of its own
+            that follows; None (default) where tiers deliver there.
+        passes: what passes of the prefill were measured to take. Where it is given, it is used instead of the two rates.
+            Default None.
+        peak_flops_per_s: what large matrix products reach on the same machine; None (default) where not measured.
         flops_spread: (highest - lowest) / median of the runs behind ``flops_per_s``. Default 0.
         machine: for people.
 
@@ -88,6 +94,9 @@ class Measured:
     hit_s: float = 0.0
     concurrent: bool = False
     shared_bytes_per_s: float | None = None
+    copy_bytes_per_s: float | None = None
+    passes: Passes | None = None
+    peak_flops_per_s: float | None = None
     flops_spread: float = 0.0
     machine: str = field(default="", compare=False)
 
@@ -96,8 +105,9 @@ class Measured:
             positive(name, getattr(self, name))
         for name in ("pass_s", "hit_s", "flops_spread"):
             positive(name, getattr(self, name), zero=True)
-        if self.shared_bytes_per_s is not None:
-            positive("shared_bytes_per_s", self.shared_bytes_per_s)
+        for name in ("shared_bytes_per_s", "copy_bytes_per_s", "peak_flops_per_s"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
         if not isinstance(self.concurrent, bool):
             raise ConfigError(f"concurrent={self.concurrent!r} is not a switch; allowed are true and false")
         try:
@@ -120,23 +130,26 @@ class Measured:
             path: a TOML file with ``[measured]`` ``date, machine``; ``[model]`` ``catalog`` (a name), or ``config`` (a
                 directory or ``config.json``, relative to the file), each with ``kv`` and ``weight_bytes`` where they are
                 not bf16, or the fields of :class:`ModelSpec`; ``[compute]`` ``flops_per_s, memory_bytes_per_s, pass_s,
-                spread``; ``[hit]`` ``seconds``; ``[load]`` ``concurrent, shared_bytes_per_s``; and a ``[[tier]]``
-                with the fields of :class:`MeasuredTier` for each.
+                spread, peak_flops_per_s``; ``[passes]`` with the fields of :class:`Passes`; ``[hit]`` ``seconds``;
+                ``[load]`` ``concurrent, shared_bytes_per_s, copy_bytes_per_s``; and a ``[[tier]]`` with the fields of
+                :class:`MeasuredTier` for each.
 
         Raises:
             ConfigError: where the file cannot be read, or for a missing or unknown key or a bad value.
         """
-        document = load_toml(path, {"measured", "model", "compute", "hit", "load", "tier"})
+        document = load_toml(path, {"measured", "model", "compute", "passes", "hit", "load", "tier"})
         try:
             about = _table(document, "measured", {"date", "machine"}, {"date"})
             rates = _table(
                 document,
                 "compute",
-                {"flops_per_s", "memory_bytes_per_s", "pass_s", "spread"},
+                {"flops_per_s", "memory_bytes_per_s", "pass_s", "spread", "peak_flops_per_s"},
                 {"flops_per_s", "memory_bytes_per_s"},
             )
             hit = _table(document, "hit", {"seconds"})
-            loads = _table(document, "load", {"concurrent", "shared_bytes_per_s"})
+            loads = _table(document, "load", {"concurrent", "shared_bytes_per_s", "copy_bytes_per_s"})
+            columns = {"cached", "new", "seconds"}
+            passes = _table(document, "passes", columns, columns) if "passes" in document else None
             tiers = document.get("tier", [])
             if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
                 raise ConfigError("tier is not a list of tables: write [[tier]], with two brackets, once a tier")
@@ -153,6 +166,8 @@ class Measured:
                 pass_s=rates.get("pass_s", 0.0),
                 flops_spread=rates.get("spread", 0.0),
                 hit_s=hit.get("seconds", 0.0),
+                passes=None if passes is None else Passes(**passes),
+                peak_flops_per_s=rates.get("peak_flops_per_s"),
                 **loads,
             )
         except ConfigError as error:
@@ -173,10 +188,19 @@ class Measured:
                     "memory_bytes_per_s": self.memory_bytes_per_s,
                     "pass_s": self.pass_s,
                     "spread": self.flops_spread,
+                    "peak_flops_per_s": self.peak_flops_per_s,
                 },
             ),
+            *(
+                [("[passes]", {name: getattr(self.passes, name) for name in ("cached", "new", "seconds")})]
+                if self.passes
+                else []
+            ),
             ("[hit]", {"seconds": self.hit_s}),
-            ("[load]", {"concurrent": self.concurrent, "shared_bytes_per_s": self.shared_bytes_per_s}),
+            (
+                "[load]",
+                {name: getattr(self, name) for name in ("concurrent", "shared_bytes_per_s", "copy_bytes_per_s")},
+            ),
             *(("[[tier]]", vars(tier)) for tier in self.tiers),
         ]
         lines = []
@@ -189,6 +213,34 @@ class Measured:
         """Whether any tier ran under a rate limit; whatever is derived from it must say so."""
         return any(tier.emulated for tier in self.tiers)
 
+    def emulating(self, kind: str, gbs: float) -> Measured:
+        """The same machine with one tier limited to a rate, as a store's ``emulate_gbs`` limits it.
+
+        Args:
+            kind: the tier's.
+            gbs: 1e9 bytes/s, above 0.
+
+        Raises:
+            ConfigError: for a tier that was not measured, or a rate that is not above 0.
+        """
+        if kind not in self.rates:
+            raise ConfigError(f"the tier {kind!r} was not measured; there are {', '.join(self.rates)}")
+        rate = positive("gbs", gbs) * 1e9
+        return replace(
+            self,
+            tiers=tuple(
+                replace(tier, read_bytes_per_s=min(tier.read_bytes_per_s, rate), emulated=True)
+                if tier.kind == kind
+                else tier
+                for tier in self.tiers
+            ),
+        )
+
+    @property
+    def mfu(self) -> float | None:
+        """What the prefill sustains, as a share of large matrix products on the same machine; None where not measured."""
+        return None if self.peak_flops_per_s is None else self.flops_per_s / self.peak_flops_per_s
+
     @property
     def hardware(self) -> HardwareSpec:
         """The machine as hardware whose peak is what was sustained."""
@@ -196,14 +248,22 @@ class Measured:
 
     @cached_property
     def rates(self) -> Mapping[str, tuple[float, float]]:
-        """``(seconds a byte, latency)`` of each tier; capped by the shared way where tiers follow each other."""
+        """``(seconds a byte, latency)`` of each tier: the slower of it and the shared way where tiers follow each other,
+        and the copy behind it.
+        """
         cap = math.inf if self.concurrent or self.shared_bytes_per_s is None else self.shared_bytes_per_s
-        return {tier.kind: (1 / min(tier.read_bytes_per_s, cap), tier.latency_s) for tier in self.tiers}
+        copy = 1 / self.copy_bytes_per_s if self.copy_bytes_per_s else 0.0
+        return {tier.kind: (1 / min(tier.read_bytes_per_s, cap) + copy, tier.latency_s) for tier in self.tiers}
 
     @cached_property
-    def prefill(self) -> Prefill:
+    def prefill(self) -> Prefill | Passes:
         """The model's computation, ready to be asked often."""
-        return Prefill(self)
+        return self.passes or Prefill(self)
+
+    @cached_property
+    def mark(self) -> str:
+        """What an output that is derived from this adds: ``" (emulated)"``, or nothing."""
+        return " (emulated)" if self.emulated else ""
 
 
 class Prefill:
