@@ -4,6 +4,9 @@ use std::time::{Duration, Instant};
 
 use crate::sync::Mutex;
 
+/// A pause up to this long is the copy itself, or a late wake-up, and is made up for.
+const SLACK: Duration = Duration::from_millis(2);
+
 /// Lets bytes pass at a fixed rate.
 #[derive(Debug)]
 pub struct Pacer {
@@ -20,10 +23,13 @@ impl Pacer {
         }
     }
 
-    /// When `bytes` that start now are through, behind those that started before.
+    /// When `bytes` that are asked for now are through, behind those that were asked for before.
     fn ends(&self, bytes: usize, now: Instant) -> Instant {
         let mut free_at = self.free_at.lock();
-        let start = free_at.map_or(now, |at| at.max(now));
+        let start = match *free_at {
+            Some(at) if now.saturating_duration_since(at) <= SLACK => at,
+            _ => now,
+        };
         let end = start + Duration::from_secs_f64(bytes as f64 / self.bytes_per_second);
         *free_at = Some(end);
         end
@@ -46,6 +52,9 @@ mod tests {
         let now = Instant::now();
         assert_eq!(pacer.ends(1_000_000, now), now + Duration::from_millis(1));
         assert_eq!(pacer.ends(1_000_000, now), now + Duration::from_millis(2));
+        // A caller that comes back late gets the rate all the same, but an idle time is no credit.
+        let late = now + Duration::from_millis(3);
+        assert_eq!(pacer.ends(1_000_000, late), late);
         let later = now + Duration::from_secs(1);
         assert_eq!(
             pacer.ends(1_000_000, later),

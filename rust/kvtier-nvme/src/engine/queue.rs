@@ -17,7 +17,7 @@ const LAST_PIECE: usize = PIECE + PIECE / 2;
 pub(super) const MAX_PIECES: usize = 128;
 /// Bytes that reads may move for each byte of a write that waits.
 const READS_PER_WRITE: usize = 4;
-/// How far the emulated device may run late and then catch up.
+/// How far the emulated device may run late and then catch up. A longer pause was idle, which is no credit.
 const SLACK: Duration = Duration::from_millis(2);
 
 /// Operations that wait, and those in flight.
@@ -42,12 +42,28 @@ struct Job {
     failure: Option<io::Error>,
 }
 
-/// A slowed-down device is busy until a point in time.
+/// A slowed-down device: a piece is sent when the time that it takes has passed, behind those before it.
 struct Pace {
     bytes_per_second: f64,
     busy_until: Instant,
-    /// What the last piece took: it was sent when the device was idle.
-    longest: Duration,
+    /// When the next piece may be sent, and what it takes; set when it is first asked for.
+    due: Option<(Instant, Duration)>,
+}
+
+impl Pace {
+    /// When `len` bytes may be sent.
+    fn due(&mut self, len: usize, now: Instant) -> Instant {
+        let (at, cost) = self.due.unwrap_or_else(|| {
+            let cost = Duration::from_secs_f64(len as f64 / self.bytes_per_second);
+            let busy = now.saturating_duration_since(self.busy_until) <= SLACK;
+            let start = if busy { self.busy_until } else { now };
+            (start + cost, cost)
+        });
+        // A clock that was set back must not make the device busy for ever.
+        let at = at.min(now + cost);
+        self.due = Some((at, cost));
+        at
+    }
 }
 
 /// A part of an operation, as one request to the device.
@@ -124,7 +140,7 @@ impl Queue {
             pace: emulate_gbs.map(|gbs| Pace {
                 bytes_per_second: gbs * 1e9,
                 busy_until: now,
-                longest: Duration::ZERO,
+                due: None,
             }),
             closed: false,
         }
@@ -194,14 +210,16 @@ impl Queue {
             if !self.fits(line) {
                 continue;
             }
+            let len = self.front_len(line);
             if let Some(pace) = &mut self.pace {
-                // A clock that was set back must not make the device busy for ever.
-                pace.busy_until = pace.busy_until.min(now + pace.longest);
-                if pace.busy_until > now {
-                    return Next::Wait(pace.busy_until);
+                let due = pace.due(len, now);
+                if due > now {
+                    return Next::Wait(due);
                 }
+                pace.busy_until = due;
+                pace.due = None;
             }
-            if let Some(piece) = self.cut(line, write.is_some(), now) {
+            if let Some(piece) = self.cut(line, write.is_some()) {
                 return Next::Piece(piece);
             }
         }
@@ -271,7 +289,7 @@ impl Queue {
         fits && self.pieces < MAX_PIECES
     }
 
-    fn cut(&mut self, line: usize, write_waits: bool, now: Instant) -> Option<Piece> {
+    fn cut(&mut self, line: usize, write_waits: bool) -> Option<Piece> {
         let len = self.front_len(line);
         let index = *self.waiting[line].front()?;
         let job = self.jobs[index].as_mut()?;
@@ -294,12 +312,6 @@ impl Queue {
             self.debt = 0;
         } else if write_waits {
             self.debt += len;
-        }
-        if let Some(pace) = &mut self.pace {
-            let late = now.checked_sub(SLACK).unwrap_or(now);
-            let cost = Duration::from_secs_f64(len as f64 / pace.bytes_per_second);
-            pace.busy_until = pace.busy_until.max(late) + cost;
-            pace.longest = cost;
         }
         Some(piece)
     }
