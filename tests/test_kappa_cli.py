@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -188,3 +190,31 @@ def test_plan(tmp_path: Path) -> None:
     assert "more with --top" in shown
     path.write_text(PLAN.replace("ttft_s = 0.5", "ttft_s = 1e-6"))
     assert "nothing meets the target" in text("plan", str(path))
+
+
+def test_plots_are_svg_with_what_they_show(tmp_path: Path) -> None:
+    def drawn(*arguments: str) -> ElementTree.Element:
+        path = tmp_path / "a.svg"
+        text(*arguments, "--plot", str(path))
+        return ElementTree.parse(path).getroot()
+
+    def labels(root: ElementTree.Element) -> str:
+        return " ".join(each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text"))
+
+    three = drawn("plot", "Llama-3.1-405B", "Llama-3.1-70B", "DeepSeek-V3")
+    assert len(list(three.iter("{http://www.w3.org/2000/svg}polyline"))) == 3
+    for star in ("T* 966", "T* 1,932", "T* 64"):
+        assert star in labels(three)
+    for line in three.iter("{http://www.w3.org/2000/svg}polyline"):
+        places = [tuple(map(float, place.split(","))) for place in line.attrib["points"].split()]
+        assert len(places) > 50
+        assert all(64 <= x <= 720 and 0 <= y <= 400 for x, y in places)
+        assert all(one[1] >= other[1] for one, other in pairwise(places))  # κ_crit rises with T
+    one = drawn("show", "Mistral-7B", "--cached", "1000", "--new", "10")
+    assert "K = 1,000, T = 10" in labels(one)
+    assert len(list(one.iter("{http://www.w3.org/2000/svg}circle"))) == 1
+    trace = tmp_path / "t.csv"
+    trace.write_text("cached,new\n3200,20\n0,500\n57000,12\n")
+    spread = drawn("workload", str(trace), "--model", "Llama-3.1-70B")
+    assert "κ_crit(20)" in labels(spread)
+    assert "not an SVG" in text("plot", "Mistral-7B", "--plot", str(tmp_path / "a.gif"), code=2)

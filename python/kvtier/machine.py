@@ -8,7 +8,18 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HugePageSupport", "NumaNode", "gpus", "huge_pages", "memlock_bytes", "numa_nodes", "usable_memory"]
+__all__ = [
+    "HugePageSupport",
+    "NumaNode",
+    "PciLink",
+    "cpu_flags",
+    "gpus",
+    "huge_pages",
+    "memlock_bytes",
+    "numa_nodes",
+    "pci_links",
+    "usable_memory",
+]
 
 # cgroup v1 says "no limit" with a number near 2**63.
 _NO_LIMIT = 1 << 60
@@ -32,6 +43,18 @@ class NumaNode:
     number: int
     memory_bytes: int
     has_cpus: bool
+
+
+@dataclass(frozen=True)
+class PciLink:
+    """The PCIe link of a GPU or an NVMe drive: ``kind`` is ``"gpu"`` or ``"nvme"``, ``address`` the device's on the bus,
+    ``now`` and ``best`` the bytes/s one way (after line coding) at which it runs and at which the device could.
+    """
+
+    kind: str
+    address: str
+    now: float
+    best: float
 
 
 def usable_memory(root: Path = Path("/")) -> int:
@@ -119,3 +142,41 @@ def gpus(root: Path = Path("/")) -> list[str]:
         fields = dict(line.split(":", 1) for line in _text(path).splitlines() if ":" in line)
         names.append(fields.get("Model", "unknown").strip())
     return names
+
+
+def pci_links(root: Path = Path("/")) -> list[PciLink]:
+    """The links of NVIDIA GPUs and NVMe drives, by address; what the kernel does not tell is left out. Does not block."""
+    found = []
+    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
+        number = _text(device / "class")
+        if number.startswith("0x03") and _text(device / "vendor") == "0x10de":
+            kind = "gpu"
+        elif number.startswith("0x0108"):
+            kind = "nvme"
+        else:
+            continue
+        now, best = (
+            _pcie(_text(device / f"{which}_link_speed"), _text(device / f"{which}_link_width"))
+            for which in ("current", "max")
+        )
+        if now and best:
+            found.append(PciLink(kind, device.name, now, best))
+    return found
+
+
+def _pcie(speed: str, width: str) -> float:
+    """Bytes/s one way of a link such as ``32.0 GT/s PCIe`` and ``16``; 0 for what is not one."""
+    try:
+        transfers, lanes = float(speed.split()[0]), int(width)
+    except (IndexError, ValueError):
+        return 0.0
+    coding = 8 / 10 if transfers < 8 else 128 / 130 if transfers < 64 else 1.0
+    return transfers * 1e9 * lanes * coding / 8
+
+
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    """The features of the first CPU, as the kernel names them. Does not block."""
+    lines = _text(root / "proc/cpuinfo").splitlines()
+    return frozenset(
+        next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "").split()
+    )

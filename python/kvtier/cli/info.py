@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
-from rich.padding import Padding
 
 from kvtier import _kvtier, machine
-from kvtier.cli.output import console, emit, json_option, size
+from kvtier.cli.findings import Finding, show
+from kvtier.cli.output import json_option, size
 from kvtier.config import default_dram
 
 __all__ = ["info"]
-
-
-@dataclass(frozen=True)
-class _Finding:
-    """One thing that kvtier can use."""
-
-    name: str
-    value: Any
-    ok: bool
-    shown: str
-    advice: str = ""
 
 
 @click.command()
@@ -34,27 +22,16 @@ class _Finding:
 def info(directory: Path, as_json: bool) -> None:
     """Show what this machine offers to a store whose NVMe tier would be in DIRECTORY (default: here)."""
     findings = [*_disk(directory), *_memory(), _gpu()]
-    if as_json:
-        for finding in findings:
-            emit({key: value for key, value in asdict(finding).items() if key != "shown"})
-        return
-    for finding in findings:
-        console.print(
-            f"[green]✓[/] {finding.name}: {finding.shown}"
-            if finding.ok
-            else f"[yellow]-[/] {finding.name}: {finding.shown}"
-        )
-        if finding.advice:
-            console.print(Padding(finding.advice, (0, 0, 0, 4)), style="dim")
+    show(findings, as_json)
 
 
-def _disk(directory: Path) -> list[_Finding]:
+def _disk(directory: Path) -> list[Finding]:
     probe = _kvtier.probe(str(directory))
     uring, direct = bool(probe["io_uring"]), bool(probe["o_direct"])
     free = os.statvfs(directory)
     free_bytes = free.f_bavail * free.f_frsize
     return [
-        _Finding(
+        Finding(
             "io_uring",
             uring,
             uring,
@@ -64,7 +41,7 @@ def _disk(directory: Path) -> list[_Finding]:
             else "the slower thread engine is used. A container's seccomp profile often forbids io_uring: "
             "allow io_uring_setup, io_uring_enter and io_uring_register, or set sysctl kernel.io_uring_disabled=0",
         ),
-        _Finding(
+        Finding(
             "O_DIRECT",
             probe["o_direct_alignment"] if direct else None,
             direct,
@@ -73,11 +50,11 @@ def _disk(directory: Path) -> list[_Finding]:
             if direct
             else "put the NVMe tier on ext4 or XFS on a local drive, not on a network or overlay file system",
         ),
-        _Finding("free disk space", free_bytes, True, size(free_bytes)),
+        Finding("free disk space", free_bytes, True, size(free_bytes)),
     ]
 
 
-def _memory() -> list[_Finding]:
+def _memory() -> list[Finding]:
     pages = machine.huge_pages()
     thp = pages.transparent in ("always", "madvise")
     memlock = machine.memlock_bytes()
@@ -85,7 +62,7 @@ def _memory() -> list[_Finding]:
     nodes = machine.numa_nodes()
     far = [node for node in nodes if not node.has_cpus]
     return [
-        _Finding(
+        Finding(
             "transparent huge pages",
             pages.transparent,
             thp,
@@ -95,14 +72,14 @@ def _memory() -> list[_Finding]:
             else "they double the speed of disk reads: "
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)",
         ),
-        _Finding(
+        Finding(
             "reserved huge pages of 2 MiB",
             pages.reserved,
             True,
             f"{pages.reserved}, {pages.free} free",
             "" if pages.reserved else 'needed only for Dram(huge_pages="hugetlb"): sysctl vm.nr_hugepages=N',
         ),
-        _Finding(
+        Finding(
             "memlock limit",
             memlock,
             enough,
@@ -112,13 +89,13 @@ def _memory() -> list[_Finding]:
             else "I/O buffers beyond it are not registered, which costs some CPU: ulimit -l unlimited, or "
             "LimitMEMLOCK=infinity in the service",
         ),
-        _Finding(
+        Finding(
             "memory of a plain Store()",
             default_dram(),
             True,
             f"{size(default_dram())} of {size(machine.usable_memory())} usable",
         ),
-        _Finding(
+        Finding(
             "NUMA nodes",
             [asdict(node) for node in nodes],
             True,
@@ -129,9 +106,9 @@ def _memory() -> list[_Finding]:
     ]
 
 
-def _gpu() -> _Finding:
+def _gpu() -> Finding:
     names = machine.gpus()
-    return _Finding(
+    return Finding(
         "GPU",
         names,
         bool(names),

@@ -14,11 +14,13 @@ from rich.padding import Padding
 from rich.table import Table
 
 from kvtier import kappa as model_of_kappa
-from kvtier.cli.output import console, emit, json_option, size
+from kvtier.cli.calibrate import calibrate
+from kvtier.cli.output import console, emit, json_option, pairs, size, time
 from kvtier.errors import ConfigError
 from kvtier.kappa import HardwareSpec, LinkSpec, ModelSpec
 from kvtier.kappa.article import cells, example
 from kvtier.kappa.catalog import Catalog, catalog
+from kvtier.kappa.chart import crit_chart, share_chart
 from kvtier.kappa.hardware import Convention
 from kvtier.kappa.plan import Option, Plan, advise
 from kvtier.kappa.workload import read_trace, report
@@ -31,6 +33,9 @@ _Command = TypeVar("_Command", bound=Callable[..., object])
 @click.group()
 def kappa() -> None:
     """Predict the time to the first token: load a cached prefix, compute it again, or both at once."""
+
+
+kappa.add_command(calibrate)
 
 
 @dataclass(frozen=True)
@@ -105,15 +110,43 @@ def _request(command: _Command) -> _Command:
     return command
 
 
+def _drawing(command: _Command) -> _Command:
+    return click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it into this SVG file.")(
+        command
+    )
+
+
+def _draw(path: Path, svg: str) -> None:
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot {path} is not an SVG file; allowed are names that end in .svg")
+    path.write_text(svg, encoding="utf-8")
+
+
+@kappa.command()
+@click.argument("models", nargs=-1, required=True)
+@_setting
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), default="kappa.svg", show_default=True)
+def plot(models: tuple[str, ...], plot: Path, **machine: Any) -> None:
+    """Draw κ_crit against T for MODELS, with their T*, into an SVG file."""
+    found = [_resolve(model, **machine) for model in models]
+    if found[0].convention != "dense":
+        raise ConfigError("--convention paper is not for predictions: leave it out")
+    _draw(plot, crit_chart([each.model for each in found], found[0].hardware, found[0].link))
+    console.print(f"written to {plot}", style="dim")
+
+
 @kappa.command()
 @click.argument("model")
 @_setting
 @_request
+@_drawing
 @json_option
-def show(model: str, cached: int, new: int, as_json: bool, **machine: Any) -> None:
+def show(model: str, cached: int, new: int, plot: Path | None, as_json: bool, **machine: Any) -> None:
     """Show the sizes, κ and the times to the first token of MODEL: a name in the catalog, or a directory with config.json."""
     at = _resolve(model, **machine)
     record = _show(at, cached, new)
+    if plot is not None:
+        _draw(plot, crit_chart([at.model], at.hardware, at.link, (cached, new)))
     if as_json:
         emit(record)
         return
@@ -132,14 +165,14 @@ def show(model: str, cached: int, new: int, as_json: bool, **machine: Any) -> No
         ),
         ("T*", f"{record['t_star']:.0f} tokens"),
         ("κ_ratio", f"{cached / new:.4g}"),
-        ("load", _time(record["t_load"])),
-        ("compute", f"{_time(record['t_compute'])} ({record['compute_bound']} bind)"),
-        ("TTFT, load then compute", _time(record["ttft_serial"])),
-        ("TTFT, layer by layer", _time(record["ttft_pipelined"])),
-        ("TTFT, best split", f"{_time(record['ttft_split'])} (the first {record['split_at']:,} tokens computed)"),
-        ("TTFT, all computed", _time(record["ttft_recompute"])),
+        ("load", time(record["t_load"])),
+        ("compute", f"{time(record['t_compute'])} ({record['compute_bound']} bind)"),
+        ("TTFT, load then compute", time(record["ttft_serial"])),
+        ("TTFT, layer by layer", time(record["ttft_pipelined"])),
+        ("TTFT, best split", f"{time(record['ttft_split'])} (the first {record['split_at']:,} tokens computed)"),
+        ("TTFT, all computed", time(record["ttft_recompute"])),
     ]
-    console.print(_pairs(rows))
+    console.print(pairs(rows))
     console.print(_caveat(at), style="dim")
 
 
@@ -288,47 +321,47 @@ def explain(
     ]
     rows += [
         ("attention runs over", record["attention_form"]),
-        ("products", _time(record["t_products"])),
-        ("weights streamed", f"{_time(record['t_weights'])} for {size(record['weight_bytes'])}"),
-        ("compute: the longer of the two", _time(record["t_compute"])),
-        *((f"load from {name}", f"{_time(seconds)}") for name, seconds in loaded.seconds.items() if seconds),
-        ("load", f"{_time(loaded.total)}, {loaded.binds} binds, for {size(held)}"),
+        ("products", time(record["t_products"])),
+        ("weights streamed", f"{time(record['t_weights'])} for {size(record['weight_bytes'])}"),
+        ("compute: the longer of the two", time(record["t_compute"])),
+        *((f"load from {name}", f"{time(seconds)}") for name, seconds in loaded.seconds.items() if seconds),
+        ("load", f"{time(loaded.total)}, {loaded.binds} binds, for {size(held)}"),
         (
             "κ_ratio, κ_crit, with weights",
             " / ".join(_number(record[name]) for name in ("kappa_ratio", "kappa_crit", "kappa_turn")),
         ),
-        ("TTFT, load then compute", _time(record["ttft_tiers"])),
+        ("TTFT, load then compute", time(record["ttft_tiers"])),
         (
             "TTFT, layer by layer",
-            f"{_time(record['ttft_pipelined'])} (uniform), {_time(record['ttft_pipelined_layers'])} (each layer)",
+            f"{time(record['ttft_pipelined'])} (uniform), {time(record['ttft_pipelined_layers'])} (each layer)",
         ),
         (
             "TTFT, best split",
             (
-                f"{_time(record['ttft_split'])}: {best.at:,} tokens computed in {_time(best.prefix_compute)} beside a load of "
-                f"{_time(best.load)}, then {_time(best.new_compute)}"
+                f"{time(record['ttft_split'])}: {best.at:,} tokens computed in {time(best.prefix_compute)} beside a load of "
+                f"{time(best.load)}, then {time(best.new_compute)}"
             ),
         ),
-        ("TTFT, all computed", _time(record["ttft_recompute"])),
+        ("TTFT, all computed", time(record["ttft_recompute"])),
         (
             "write-back",
-            f"{size(blocking.bytes)}: {_time(blocking.added)} if it blocks, {_time(float(beside.added))} beside a load",
+            f"{size(blocking.bytes)}: {time(blocking.added)} if it blocks, {time(float(beside.added))} beside a load",
         ),
     ]
     if gpus > 1:
         rows += [
             (
                 f"each of {gpus} GPUs loads",
-                f"{size(float(together.load_bytes))} in {_time(together.load_s)}, {together.replicas} hold the same",
+                f"{size(float(together.load_bytes))} in {time(together.load_s)}, {together.replicas} hold the same",
             ),
             (
                 "each computes",
-                _time(float(together.compute_s))
+                time(float(together.compute_s))
                 + ("" if together.reduce is not None else " (without all-reduces: no --fabric)"),
             ),
-            ("TTFT, load then compute", _time(record["gpu_ttft_serial"])),
+            ("TTFT, load then compute", time(record["gpu_ttft_serial"])),
         ]
-    console.print(_pairs(rows))
+    console.print(pairs(rows))
     console.print(_caveat(at), style="dim")
 
 
@@ -359,8 +392,8 @@ def compare(as_json: bool) -> None:
     console.print("; ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     terms = example()
     console.print(
-        f"65,536 cached and 32 new tokens of Llama-3.1-405B on an H100: loading takes {_time(terms['t_load'])}, the products "
-        f"{_time(terms['t_flops'])}, streaming the weights {_time(terms['t_weights'])}; so loading takes {terms['ratio']:.1f} times as long "
+        f"65,536 cached and 32 new tokens of Llama-3.1-405B on an H100: loading takes {time(terms['t_load'])}, the products "
+        f"{time(terms['t_flops'])}, streaming the weights {time(terms['t_weights'])}; so loading takes {terms['ratio']:.1f} times as long "
         "as computing",
         style="dim",
     )
@@ -374,8 +407,17 @@ def compare(as_json: bool) -> None:
 @click.option(
     "--tier", "tiers", multiple=True, help='A further tier, as NAME=RATE or a name in the catalog: "nvme=13GB/s".'
 )
+@_drawing
 @json_option
-def workload(trace: Path, model: str, block_tokens: int, tiers: tuple[str, ...], as_json: bool, **machine: Any) -> None:
+def workload(
+    trace: Path,
+    model: str,
+    block_tokens: int,
+    tiers: tuple[str, ...],
+    plot: Path | None,
+    as_json: bool,
+    **machine: Any,
+) -> None:
     """Show the κ_ratio of the requests in TRACE, the share beyond κ_crit, and what each tier would save.
 
     TRACE is JSON Lines with input_length and hash_ids or runs (gzipped or not), or a CSV with cached and new.
@@ -387,7 +429,14 @@ def workload(trace: Path, model: str, block_tokens: int, tiers: tuple[str, ...],
     for text in tiers:
         name, _, rate = text.rpartition("=")
         rates.append((name or rate, LinkSpec.named(rate).read))
-    found = report(read_trace(trace, block_tokens), at.model, at.hardware, at.link, rates)
+    requests = read_trace(trace, block_tokens)
+    found = report(requests, at.model, at.hardware, at.link, rates)
+    if plot is not None:
+        ratios = model_of_kappa.kappa_ratio(requests.cached, requests.new)
+        middle = max(1, round(float(np.median(requests.new))))
+        crit = model_of_kappa.kappa_crit(at.model, at.hardware, at.link, middle)
+        title = f"κ_ratio of {found.name}; κ_crit of {at.model.name} on {at.hardware.name}, {at.link.name}"
+        _draw(plot, share_chart(title, ratios, requests.weight, [(crit, f"κ_crit({middle:,})")]))
     if as_json:
         plain = {key: value for key, value in asdict(found).items() if key not in ("quantiles", "tiers", "name")}
         emit(
@@ -408,12 +457,12 @@ def workload(trace: Path, model: str, block_tokens: int, tiers: tuple[str, ...],
     )
     quantiles = ", ".join(f"p{round(100 * q)} {_number(value)}" for q, value in found.quantiles.items())
     console.print(
-        _pairs(
+        pairs(
             [
                 ("κ_ratio", quantiles),
                 ("beyond κ_crit(T)", f"{found.beyond_crit:.1%} of the requests"),
                 ("beyond it with the weights", f"{found.beyond_turn:.1%}"),
-                ("TTFT, all computed", f"{_time(found.tiers[0].recompute_s / found.requests)} a request"),
+                ("TTFT, all computed", f"{time(found.tiers[0].recompute_s / found.requests)} a request"),
             ]
         )
     )
@@ -422,7 +471,7 @@ def workload(trace: Path, model: str, block_tokens: int, tiers: tuple[str, ...],
         table.add_column(name, justify="left" if name == "tier" else "right")
     for tier in found.tiers:
         table.add_row(
-            tier.tier, f"{size(tier.rate)}/s", f"{tier.faster:.1%}", _time(tier.mean_saved_s), f"{tier.saved:.1%}"
+            tier.tier, f"{size(tier.rate)}/s", f"{tier.faster:.1%}", time(tier.mean_saved_s), f"{tier.saved:.1%}"
         )
     console.print(table)
     console.print(_caveat(at), style="dim")
@@ -444,7 +493,7 @@ def plan(file: Path, top: int, as_json: bool) -> None:
             emit({**record, "gain_per_unit": upgrade.gain_per_unit, "meets": upgrade.option.meets})
         return
     console.print(
-        f"{asked.model.name}: {asked.requests_per_s:g} requests/s, TTFT within {_time(asked.ttft_s)} for {asked.percentile:.0%}",
+        f"{asked.model.name}: {asked.requests_per_s:g} requests/s, TTFT within {time(asked.ttft_s)} for {asked.percentile:.0%}",
         style="bold",
     )
     for rank, option in enumerate(advice.ranked[:top], 1):
@@ -462,7 +511,7 @@ def plan(file: Path, top: int, as_json: bool) -> None:
         )
     for upgrade in advice.upgrades[:3]:
         cost = f"{upgrade.extra:.2f} more an hour" if upgrade.extra > 0 else f"{-upgrade.extra:.2f} less an hour"
-        console.print(f"next: {upgrade.change}: TTFT {_time(upgrade.gain_s)} shorter for {cost}")
+        console.print(f"next: {upgrade.change}: TTFT {time(upgrade.gain_s)} shorter for {cost}")
     console.print(
         "service times, without queueing, decoding and (unless fabric_gbs is given) all-reduces between GPUs",
         style="dim",
@@ -474,16 +523,9 @@ def _figures_of(option: Option) -> str:
         return "weights and the longest request do not fit into the GPUs' memory"
     hits = " and ".join(f"{share:.0%} of the tokens from {kind}" for kind, share in option.hits.items() if share)
     return (
-        f"TTFT {_time(option.ttft_s)}, mean {_time(option.mean_ttft_s)}; {option.instances} instance"
+        f"TTFT {time(option.ttft_s)}, mean {time(option.mean_ttft_s)}; {option.instances} instance"
         f"{'' if option.instances == 1 else 's'}, {option.price:.2f} an hour; {hits or 'nothing loaded'}; binds: {option.binds}"
     )
-
-
-def _pairs(rows: list[tuple[str, str]]) -> Table:
-    table = Table(show_header=False, box=None)
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _caveat(at: _Setting) -> str:
@@ -491,13 +533,6 @@ def _caveat(at: _Setting) -> str:
         return "FLOP/s by the paper's convention, the 2:4-sparse peak: no prefill reaches it"
     share = "the dense peak" if at.hardware.mfu == 1 else f"{at.hardware.mfu:.0%} of the dense peak"
     return f"computed from nominal rates at {share} ({at.hardware.dense_flops / 1e12:.0f} TFLOP/s); {at.link.name}: {at.link.source}"
-
-
-def _time(seconds: float) -> str:
-    """``1.23 s``, ``45.6 ms``, ``7.89 µs``: three digits for people."""
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
 def _number(value: float) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
 
-__all__ = ["Failure", "console", "emit", "json_option", "seconds", "size"]
+__all__ = ["Failure", "console", "emit", "json_option", "pairs", "seconds", "size", "time"]
 
 console = Console(highlight=False)
 
@@ -51,3 +52,18 @@ def size(count: float) -> str:
 def seconds(count: float) -> str:
     """Seconds for people: ``12.3 s``, ``45 ms``."""
     return f"{count:.2f} s" if count >= 1 else f"{count * 1000:.0f} ms"
+
+
+def time(count: float) -> str:
+    """Seconds for people, three digits: ``1.23 s``, ``45.6 ms``, ``7.89 µs``."""
+    if count >= 1 or count == 0:
+        return f"{count:.3g} s"
+    return f"{count * 1e3:.3g} ms" if count >= 1e-3 else f"{count * 1e6:.3g} µs"
+
+
+def pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and what belongs to them, in two columns."""
+    table = Table(show_header=False, box=None)
+    for row in rows:
+        table.add_row(*row)
+    return table
