@@ -81,39 +81,46 @@ def measure(directory: Path, work: Path, new: int, runs: int) -> list[dict[str, 
 
 
 def table(records: list[dict[str, Any]]) -> Iterable[str]:
-    """The lines of the table, and below it what they sum up to."""
-    yield "| K | T | tier | emulated GB/s | TTFT predicted | measured | error | recompute predicted | measured | error | faster | decided |"
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
-    errors, others, right, ties = [], {}, 0, 0
-    for record in sorted(records, key=lambda r: (r["new"], r["cached"], r["tier"], r["emulate_gbs"] or 1e9)):
-        load, again = record["measured_s"], record["recompute_measured_s"]
-        error = record["predicted_s"] / load - 1
-        other = record["recompute_predicted_s"] / again - 1
-        errors.append(abs(error))
-        others[record["cached"], record["new"]] = abs(other)
-        near = abs(load - again) <= NEAR * min(load, again)
-        faster = "load" if load <= again else "recompute"
-        chosen = "load" if record["predicted_s"] <= record["recompute_predicted_s"] else "recompute"
-        ties += near
-        right += not near and faster == chosen
-        rate = "-" if record["emulate_gbs"] is None else f"{record['emulate_gbs']:g}"
-        yield (
-            f"| {record['cached']} | {record['new']} | {record['tier']} | {rate} | {_ms(record['predicted_s'])} | {_ms(load)} | {error:+.1%} | "
-            f"{_ms(record['recompute_predicted_s'])} | {_ms(again)} | {other:+.1%} | {'near-tie' if near else faster} | {chosen} |"
-        )
+    """The lines of the table: what was measured, and the error of its prediction; below it what they sum up to."""
+    names = ["own rate" if rate is None else f"{rate:g} GB/s, emulated" for rate in RATES]
+    yield f"| K | T | tier | {' | '.join(names)} | compute all again |"
+    yield "|---|---|---|" + "---|" * (len(RATES) + 1)
+    found = {(r["new"], r["cached"], r["tier"], r["emulate_gbs"]): r for r in records}
+    for new, cached, tier in sorted({key[:3] for key in found}):
+        row = [found[new, cached, tier, rate] for rate in RATES]
+        cells = [_cell(each["measured_s"], each["predicted_s"]) + MARKS[_verdict(each)] for each in row]
+        again = _cell(row[0]["recompute_measured_s"], row[0]["recompute_predicted_s"])
+        yield f"| {cached} | {new} | {tier} | {' | '.join(cells)} | {again} |"
+    errors = [abs(r["predicted_s"] / r["measured_s"] - 1) for r in records]
+    others = [
+        abs(r["recompute_predicted_s"] / r["recompute_measured_s"] - 1)
+        for r in {(r["cached"], r["new"]): r for r in records}.values()
+    ]
+    verdicts = [_verdict(r) for r in records]
+    clear = len(records) - verdicts.count("near")
     yield ""
-    clear = len(records) - ties
     yield (
-        f"{len(records)} combinations: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}; recompute of {len(others)}: "
-        f"median {statistics.median(others.values()):.1%}, worst {max(others.values()):.1%}; decided right in {right} of {clear} "
-        f"({right / clear:.1%}), {ties} near-ties left out. Since the calibration the machine had slowed down by "
-        + ", ".join(f"{drift:.1%}" for drift in dict.fromkeys(record["drift"] for record in records))
-        + " (the same pass, in each run)."
+        f"{len(records)} combinations: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}. Computing all again, "
+        f"{len(others)}: median {statistics.median(others):.1%}, worst {max(others):.1%}. Decided right in {verdicts.count('right')} of "
+        f"{clear} that are no near-ties."
     )
+    for new, drift in sorted({(r["new"], r["drift"]) for r in records if "drift" in r}):
+        yield f"T = {new}: the same pass took {drift:+.1%} since the calibration."
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms"
+MARKS = {"right": "", "near": " ~", "wrong": " ✗"}
+"""What the table adds to a cell: a near-tie, or a wrong decision."""
+
+
+def _verdict(record: dict[str, Any]) -> str:
+    load, again = record["measured_s"], record["recompute_measured_s"]
+    if abs(load - again) <= NEAR * min(load, again):
+        return "near"
+    return "right" if (record["predicted_s"] <= record["recompute_predicted_s"]) == (load <= again) else "wrong"
+
+
+def _cell(measured: float, predicted: float) -> str:
+    return f"{measured * 1e3:.0f} ms {predicted / measured - 1:+.1%}"
 
 
 def main() -> None:

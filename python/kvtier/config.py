@@ -256,8 +256,8 @@ class StoreConfig:
         """Read a store's TOML: a ``[store]`` table with ``policy, verify, watermarks, write_budget`` and a ``[[tier]]`` table a tier.
 
         A tier has ``kind`` (``"dram"``, ``"cxl"`` or ``"nvme"``), ``size`` and what its kind takes: ``numa_node``,
-        ``path`` or ``device`` (cxl); ``path``, ``paths`` or ``device``, ``engine``, ``emulate_gbs`` (nvme);
-        ``huge_pages``, ``prefault`` (dram). Relative paths count from the file's directory.
+        ``path`` or ``device`` (cxl); ``path``, ``paths`` or ``device``, ``engine`` (nvme); ``huge_pages``, ``prefault``
+        (dram); each also ``emulate_gbs``. Relative paths count from the file's directory.
 
         Raises:
             ConfigError: where the file cannot be read, or holds an unknown table, key or value.

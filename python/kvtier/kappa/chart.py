@@ -67,7 +67,7 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="20" font-size="14" fill="#111">{escape(title)}</text>',
-        f'<text x="{LEFT - 8}" y="{TOP - 8}" text-anchor="end" fill="#111">{escape(y.label)}</text>',
+        f'<text x="{LEFT - 8}" y="{TOP - 13}" text-anchor="end" fill="#111">{escape(y.label)}</text>',
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle" fill="#111">{escape(x.label)}</text>',
     ]
     for tick in x.ticks:
