@@ -98,7 +98,8 @@ class Dram:
         size: its capacity; see :func:`parse_size`.
         huge_pages: ``"transparent"`` (default) asks the kernel for huge pages, ``"hugetlb"`` takes reserved ones and
             fails without, ``"off"`` uses 4 KiB pages.
-        prefault: whether to touch all of it in the background right after the start (default), or on first use.
+        prefault: whether to touch all of it in the background right after the start (default), or on first use. Only
+            memory that was prefaulted is registered with io_uring, which saves CPU time of every transfer.
         emulate_gbs: a rate limit of reads; see :class:`Nvme`.
 
     Raises:

@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Pages that are kept free on NVMe ahead of need, and at most this part of it: a freed slot is
 /// used again only once the record that frees it is durable, which no write should wait for.
 const AHEAD: u64 = (64 << 20) / PAGE as u64;
-const AHEAD_PART: u64 = 64;
+const AHEAD_PART: u64 = 16;
 
 /// What may leave NVMe so that a block finds room there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

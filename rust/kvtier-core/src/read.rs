@@ -319,6 +319,7 @@ impl Inner {
 
     /// The block, and its payload bytes, if it lies on NVMe only.
     fn cold_only(&self, id: &Id) -> Option<(Known, usize)> {
+        self.cold.as_ref()?;
         let shard = self.index.of(id);
         let h = shard.find(id)?;
         let entry = shard.get(h)?;

@@ -80,6 +80,8 @@ pub(crate) struct Inner {
     pub(crate) low: f64,
     /// Slots reserved since the first tier last ceded memory to the index.
     pub(crate) uncharged: AtomicUsize,
+    /// Parts of the first tier that the NVMe engines know.
+    registrations: Mutex<Vec<Registration>>,
     closed: AtomicBool,
     fork: fork::Generation,
 }
@@ -88,7 +90,6 @@ pub(crate) struct Inner {
 pub struct Store {
     pub(crate) inner: Arc<Inner>,
     threads: Crew,
-    registrations: Mutex<Vec<Registration>>,
 }
 
 /// A namespace's digest and layout: all that a verb must know of the blocks it is asked for.
@@ -218,6 +219,7 @@ impl Store {
             high: config.high,
             low: config.low,
             uncharged: AtomicUsize::new(0),
+            registrations: Mutex::default(),
             closed: AtomicBool::new(false),
             fork: fork::Generation::now(),
         });
@@ -233,21 +235,8 @@ impl Store {
                 ),
             ));
         }
-        let mut registrations = Vec::new();
-        if let Some(cold) = &inner.cold {
-            const CHUNK: usize = 1 << 30; // the most that one registered buffer may hold
-            let (base, len) = inner.memory[0].arena.range();
-            for at in (0..len).step_by(CHUNK) {
-                let n = CHUNK.min(len - at);
-                // SAFETY: the arena is kept mapped by the Arc; slots are written only by their
-                // owners.
-                let chunk = unsafe { IoBuf::new(base.add(at), n, inner.memory[0].arena.clone()) };
-                registrations.push(cold.tier.register(chunk));
-            }
-        }
         let store = Store {
             threads: Crew::default(),
-            registrations: Mutex::new(registrations),
             inner,
         };
         store.spawn("kvtier-mover", |inner| inner.run_mover())?;
@@ -407,7 +396,7 @@ impl Store {
             Some(cold) => cold.tier.close(Some(deadline)).map_err(Error::from),
             None => Ok(()),
         };
-        self.registrations.lock().clear();
+        inner.registrations.lock().clear();
         inner.regions.lock().clear();
         inner.pinned.lock().clear();
         for pool in [&inner.readers, &inner.writers, &inner.workers] {
@@ -431,7 +420,6 @@ impl Drop for Store {
             // In a fork: the threads do not exist here, and nothing of the parent's may be touched.
             std::mem::forget(self.inner.clone());
             self.threads.forget();
-            std::mem::forget(std::mem::take(&mut *self.registrations.lock()));
             return;
         }
         let _ = self.close(Instant::now() + Duration::from_secs(10));
@@ -494,6 +482,23 @@ impl Inner {
         }
     }
 
+    /// Makes the first tier known to the NVMe engines. Only once it is backed: registering faults in
+    /// what is not, on the thread that moves the bytes.
+    fn register_memory(&self) {
+        const CHUNK: usize = 1 << 30; // the most that one registered buffer may hold
+        let Some(cold) = &self.cold else {
+            return;
+        };
+        let arena = &self.memory[0].arena;
+        let (base, len) = arena.range();
+        for at in (0..len).step_by(CHUNK) {
+            let n = CHUNK.min(len - at);
+            // SAFETY: the arena is kept mapped by the Arc; slots are written only by their owners.
+            let chunk = unsafe { IoBuf::new(base.add(at), n, arena.clone()) };
+            self.registrations.lock().push(cold.tier.register(chunk));
+        }
+    }
+
     fn prefault(&self, wanted: &[bool], progress: Option<Progress>) {
         let sizes: Vec<usize> = self
             .memory
@@ -506,13 +511,16 @@ impl Inner {
             .map_or(2, usize::from)
             .min(8);
         let mut before = 0;
-        for (m, size) in self.memory.iter().zip(sizes) {
+        for (tier, (m, size)) in self.memory.iter().zip(sizes).enumerate() {
             if size > 0 {
                 m.arena.prefault(threads, &|| self.is_closed(), &|done, _| {
                     if let Some(progress) = &progress {
                         progress(before + done, total);
                     }
                 });
+                if tier == 0 && !self.is_closed() {
+                    self.register_memory();
+                }
             }
             before += size;
         }

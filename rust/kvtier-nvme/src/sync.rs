@@ -4,6 +4,7 @@
 //! A panic poisons nothing: what a lock guards is whole before anything that can panic is called.
 
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{PoisonError, TryLockError};
 use std::time::Instant;
 
@@ -19,8 +20,14 @@ pub struct MutexGuard<'a, T>(Option<std::sync::MutexGuard<'a, T>>);
 pub struct TimedOut(bool);
 
 /// Where threads wait for what a [`Mutex`] guards to change.
+///
+/// Whoever notifies has held that mutex since the change, or while he made it. So he knows of every
+/// thread that waits for it, and need not ask the kernel where there is none.
 #[derive(Debug, Default)]
-pub struct Condvar(std::sync::Condvar);
+pub struct Condvar {
+    inner: std::sync::Condvar,
+    waiting: AtomicUsize,
+}
 
 impl<T> Mutex<T> {
     /// A mutex around `value`.
@@ -78,14 +85,19 @@ impl TimedOut {
 impl Condvar {
     /// A condition nobody waits for yet.
     pub const fn new() -> Self {
-        Condvar(std::sync::Condvar::new())
+        Condvar {
+            inner: std::sync::Condvar::new(),
+            waiting: AtomicUsize::new(0),
+        }
     }
 
     /// Lets go of the lock until somebody notifies.
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         if let Some(held) = guard.0.take() {
-            let held = self.0.wait(held).unwrap_or_else(PoisonError::into_inner);
-            guard.0 = Some(held);
+            self.waiting.fetch_add(1, Ordering::Relaxed);
+            let held = self.inner.wait(held);
+            self.waiting.fetch_sub(1, Ordering::Relaxed);
+            guard.0 = Some(held.unwrap_or_else(PoisonError::into_inner));
         }
     }
 
@@ -95,21 +107,25 @@ impl Condvar {
         let Some(held) = guard.0.take() else {
             return TimedOut(true);
         };
-        let (held, result) = self
-            .0
-            .wait_timeout(held, left)
-            .unwrap_or_else(PoisonError::into_inner);
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let waited = self.inner.wait_timeout(held, left);
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        let (held, result) = waited.unwrap_or_else(PoisonError::into_inner);
         guard.0 = Some(held);
         TimedOut(result.timed_out())
     }
 
     /// Wakes one that waits.
     pub fn notify_one(&self) {
-        self.0.notify_one();
+        if self.waiting.load(Ordering::Relaxed) > 0 {
+            self.inner.notify_one();
+        }
     }
 
     /// Wakes all that wait.
     pub fn notify_all(&self) {
-        self.0.notify_all();
+        if self.waiting.load(Ordering::Relaxed) > 0 {
+            self.inner.notify_all();
+        }
     }
 }
