@@ -11,6 +11,7 @@ import torch
 import transformers
 from click.testing import CliRunner
 
+from kvtier import Store
 from kvtier.cli import main
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.kappa import Measured, Request, Residency, decide
@@ -55,6 +56,16 @@ def test_a_serial_run_loads_the_kv_from_that_tier(rig: Rig, tier: RigTier, gbs: 
                 rig.fetch(blocks, rig.keys[:1], "nvme")
     found = [tensor[:, :, :TOKENS] for layer in rig.layers for tensor in layer.room]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_store_from_toml_says_which_tiers_are_emulated(tmp_path: Path) -> None:
+    path = tmp_path / "store.toml"
+    path.write_text(
+        '[[tier]]\nkind = "dram"\nsize = "8MiB"\nemulate_gbs = 0.5\n[[tier]]\nkind = "nvme"\nsize = "16MiB"\npath = "."\n'
+    )
+    with Store.from_toml(path) as store:
+        tiers = store.stats()["tiers"]
+    assert (tiers["dram"]["emulated"], tiers["nvme"]["emulated"]) == (True, False)
 
 
 def test_a_calibration_has_everything_that_decide_needs(model: Any, tmp_path: Path) -> None:
