@@ -19,6 +19,7 @@ MODULES = ["kvtier"] + [
     for name in [
         "aio",
         "buffers",
+        "codecs",
         "config",
         "errors",
         "identity",

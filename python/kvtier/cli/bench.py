@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from kvtier import _kvtier
-from kvtier.bench import FULL, QUICK, Row, store_suite
+from kvtier.bench import FULL, QUICK, Row, codec_suite, store_suite
 from kvtier.cli.output import console, emit, json_option
 from kvtier.errors import UnsupportedError
 
@@ -37,14 +37,22 @@ def bench(suite: str, quick: bool, directory: Path, as_json: bool) -> None:
     The ratio is value / bound, the median over alternating samples of both: at least 1 is as fast as the machine, for
     rates and shares; for times, CPU and sizes, at most 1 is as good as the bound or the aim.
     """
-    if suite != "store":
-        raise UnsupportedError(f"--suite {suite} is not in this version; allowed is store")
-    directory.mkdir(parents=True, exist_ok=True)
+    if suite == "prefill":
+        raise UnsupportedError(f"--suite {suite} is not in this version; allowed are store and codecs")
     rows = []
+    plan = QUICK if quick else FULL
     quiet = as_json or not sys.stderr.isatty()
-    for row in store_suite(
-        QUICK if quick else FULL, directory, lambda what: None if quiet else click.echo(f"measuring {what}", err=True)
-    ):
+
+    def say(what: str) -> None:
+        if not quiet:
+            click.echo(f"measuring {what}", err=True)
+
+    if suite == "codecs":
+        measured = codec_suite(plan, say)
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        measured = store_suite(plan, directory, say)
+    for row in measured:
         if as_json:
             emit(asdict(row))
         rows.append(row)

@@ -59,7 +59,8 @@ impl Method {
         Method::Int4,
     ];
 
-    fn name(self) -> &'static str {
+    /// `plain`, `planes`, or the codec's name.
+    pub fn name(self) -> &'static str {
         match self {
             Method::Plain => "plain",
             Method::Planes => "planes",
@@ -369,7 +370,11 @@ fn encode_body(
             return None;
         }
         let lens: Vec<usize> = parts.iter().flatten().copied().collect();
-        if let Some(size) = zstd::compress(body, &lens, &mut room[..len - 1]) {
+        let kind = match form.dtype {
+            Dtype::Bytes => zstd::Kind::Any,
+            _ => zstd::Kind::Numbers,
+        };
+        if let Some(size) = zstd::compress(kind, body, &lens, &mut room[..len - 1]) {
             return Some((method, true, size));
         }
         let lossy = method.is_lossy() && len < src.len();

@@ -10,6 +10,7 @@ pub mod float;
 pub mod form;
 pub mod frame;
 pub mod image;
+pub mod many;
 pub mod planes;
 pub mod quant;
 pub mod simd;

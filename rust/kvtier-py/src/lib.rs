@@ -5,6 +5,7 @@
 
 mod bounds;
 mod buffers;
+mod codecs;
 mod core;
 mod dlpack;
 mod errors;
@@ -45,6 +46,15 @@ fn _kvtier(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(tools::inspect_dir, m)?)?;
     m.add_function(wrap_pyfunction!(tools::probe, m)?)?;
     m.add_function(wrap_pyfunction!(tools::copy_kernel, m)?)?;
+    m.add_class::<codecs::CodecBench>()?;
+    m.add_function(wrap_pyfunction!(codecs::codec_list, m)?)?;
+    m.add_function(wrap_pyfunction!(codecs::codec_kernel, m)?)?;
+    m.add_function(wrap_pyfunction!(codecs::codec_encode, m)?)?;
+    m.add_function(wrap_pyfunction!(codecs::codec_frames, m)?)?;
+    m.add_function(wrap_pyfunction!(codecs::codec_decode, m)?)?;
+    m.add_function(wrap_pyfunction!(codecs::codec_to_fp8, m)?)?;
+    m.add_function(wrap_pyfunction!(codecs::codec_from_fp8, m)?)?;
+    m.add_function(wrap_pyfunction!(codecs::codec_unzstd, m)?)?;
     m.add("TIERS", core::TIERS)?;
     m.add("MISSES", core::misses())?;
     m.add("POLICIES", kvtier_core::policy::NAMES.to_vec())?;

@@ -1,0 +1,144 @@
+//! Many segments at once, on a bounded number of threads that end with the call.
+
+use std::ops::Range;
+use std::thread;
+
+use crate::form::Form;
+use crate::frame::{Bad, Codec, Header, bound, decode_tokens, encode};
+
+/// Fewer bytes than this are not worth another thread.
+const SHARE: usize = 256 << 10;
+
+/// How many of `threads` so many bytes are worth.
+fn useful(threads: usize, bytes: usize) -> usize {
+    threads.clamp(1, (bytes / SHARE).max(1))
+}
+
+/// The frames of equal arrays that lie one after another, one after another.
+///
+/// # Panics
+/// If `form` is not valid, or `src` does not hold whole arrays.
+pub fn encode_all(codec: Codec, form: &Form, src: &[u8], threads: usize) -> Vec<u8> {
+    let raw = form.raw_len();
+    assert!(form.is_valid() && src.len().is_multiple_of(raw));
+    let run = |src: &[u8]| {
+        let mut frames = Vec::with_capacity(src.len() / raw * bound(form));
+        let mut frame = vec![0; bound(form)];
+        for array in src.chunks_exact(raw) {
+            let (len, _) = encode(codec, form, array, &mut frame);
+            frames.extend_from_slice(&frame[..len]);
+        }
+        frames
+    };
+    let threads = useful(threads, src.len());
+    if threads == 1 {
+        return run(src);
+    }
+    let share = (src.len() / raw).div_ceil(threads) * raw;
+    thread::scope(|scope| {
+        let run = &run;
+        let parts: Vec<_> = src
+            .chunks(share)
+            .map(|part| scope.spawn(move || run(part)))
+            .collect();
+        let done = parts.into_iter().map(|part| match part.join() {
+            Ok(frames) => frames,
+            Err(panic) => std::panic::resume_unwind(panic),
+        });
+        done.collect::<Vec<_>>().concat()
+    })
+}
+
+/// Where each of the frames lies that fill `frames`, and what it says of itself.
+pub fn headers(frames: &[u8]) -> Result<Vec<(Range<usize>, Header)>, Bad> {
+    let mut found = Vec::new();
+    let mut at = 0;
+    while at < frames.len() {
+        let header = Header::read(&frames[at..])?;
+        let end = at + header.frame_len();
+        if end > frames.len() {
+            return Err(Bad::Length);
+        }
+        found.push((at..end, header));
+        at = end;
+    }
+    Ok(found)
+}
+
+/// Decodes those tokens of each of these frames into `dst`, one array after another.
+///
+/// # Panics
+/// If `dst` is not as long as the arrays are, or a range is not one of the tokens.
+pub fn decode_all(
+    frames: &[u8],
+    found: &[(Range<usize>, Header)],
+    tokens: Option<Range<u32>>,
+    dst: &mut [u8],
+    threads: usize,
+) -> Result<(), Bad> {
+    let taken = |form: &Form| tokens.clone().unwrap_or(0..form.tokens);
+    let size = |form: &Form| form.with_tokens(taken(form).len() as u32).raw_len();
+    let total = dst.len();
+    let mut work = Vec::with_capacity(found.len());
+    let mut rest = dst;
+    for (at, header) in found {
+        let (mine, behind) = rest.split_at_mut(size(&header.form));
+        rest = behind;
+        work.push((&frames[at.clone()], header.form, mine));
+    }
+    assert!(rest.is_empty(), "the target is longer than what is decoded");
+    let run = |work: &mut [(&[u8], Form, &mut [u8])]| {
+        work.iter_mut()
+            .try_for_each(|(frame, form, dst)| decode_tokens(frame, form, taken(form), dst))
+    };
+    let threads = useful(threads, total);
+    if threads == 1 {
+        return run(&mut work);
+    }
+    let share = work.len().div_ceil(threads);
+    thread::scope(|scope| {
+        let run = &run;
+        let parts: Vec<_> = work
+            .chunks_mut(share)
+            .map(|part| scope.spawn(move || run(part)))
+            .collect();
+        parts.into_iter().try_for_each(|part| match part.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::form::Dtype;
+
+    #[test]
+    fn any_number_of_threads_gives_the_same() {
+        let form = Form {
+            planes: 2,
+            tokens: 16,
+            heads: 4,
+            dim: 64,
+            dtype: Dtype::Fp16,
+        };
+        let src: Vec<u8> = (0..100 * form.raw_len())
+            .map(|i| (i % 251 % 60) as u8)
+            .collect();
+        let codec: Codec = "int8_token".parse().unwrap();
+        let frames = encode_all(codec, &form, &src, 1);
+        let found = headers(&frames).unwrap();
+        assert_eq!(found.len(), 100);
+        let mut want = vec![0; src.len()];
+        decode_all(&frames, &found, None, &mut want, 1).unwrap();
+        for threads in [2, 3, 7] {
+            assert!(encode_all(codec, &form, &src, threads) == frames);
+            let mut back = vec![0; src.len()];
+            decode_all(&frames, &found, None, &mut back, threads).unwrap();
+            assert!(back == want);
+        }
+        assert_eq!(headers(&frames[..frames.len() - 1]), Err(Bad::Length));
+        assert!(encode_all(codec, &form, &[], 2).is_empty());
+    }
+}
