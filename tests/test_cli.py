@@ -14,7 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from kvtier import Dram, Nvme, Store
+from kvtier import Dram, Nvme, Store, codecs
 from kvtier.cli import model as demo_model
 from kvtier.cli import output, prompt
 from kvtier.errors import ConfigError, StorageError
@@ -119,6 +119,27 @@ def test_the_core_and_the_command_need_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert "the demo needs torch: pip install 'kvtier[demo]'" in done.stderr
+
+
+def test_a_report_on_codecs(model: Path, text: Path, tmp_path: Path) -> None:
+    words = ["--tokens", 320, "--after", 16, "--dtype", "bfloat16", "--cache", tmp_path, "--json"]
+    done = kvtier("codec", "report", "--model", model, "--text", text, *words)
+    assert done.returncode == 0, done.stderr
+    rows = {row["codec"]: row for row in lines(done)}
+    assert list(rows) == ["none", *codecs.NAMES]
+    for name in ("none", "zstd"):
+        assert [rows[name][field] for field in ("rel_l2_k", "rel_l2_v", "kl")] == [0, 0, 0]
+        assert rows[name]["top1"] == 1
+    for name in codecs.LOSSY:
+        row = rows[name]
+        assert 0 < row["rel_l2_k"] < 0.2
+        assert 0 < row["rel_l2_v"] < 0.2
+        assert -1e-9 < row["kl"] < 0.1
+        assert 0 <= row["top1"] <= 1
+        assert row["kappa_crit_gain"] == pytest.approx(1 / (1 - row["bytes_saved"]))
+        assert min(row["encode_gbs"], row["decode_gbs"], row["load_s"], row["ttft_s"] - row["load_s"]) > 0
+    assert rows["int4"]["bytes_saved"] > rows["int8"]["bytes_saved"] > 0.3
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_info_as_json(tmp_path: Path) -> None:

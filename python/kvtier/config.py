@@ -169,6 +169,8 @@ class Nvme:
             else threads.
         emulate_gbs: a rate limit in GB/s (1e9 bytes) for what-if runs; every output that used one says "emulated".
             Default none.
+        codec: ``"zstd"`` to compress what lies here, of every namespace that names no codec itself. Default no. A lossy
+            codec is a namespace's to ask for.
 
     Raises:
         ConfigError: for no path, a path twice, or a bad value.
@@ -178,6 +180,7 @@ class Nvme:
     size: Size = field(compare=False)
     engine: Engine = field(default="auto", kw_only=True)
     emulate_gbs: float | None = field(default=None, kw_only=True)
+    codec: Literal["zstd"] | None = field(default=None, compare=False, kw_only=True)
     size_bytes: int = field(init=False, repr=False)
     paths: tuple[Path, ...] = field(init=False, repr=False)
 
@@ -195,6 +198,11 @@ class Nvme:
         object.__setattr__(self, "paths", paths)
         _choice("engine", self.engine, Engine)
         _rate(self.emulate_gbs)
+        if self.codec not in (None, "zstd"):
+            raise ConfigError(
+                f'codec={self.codec!r} is not allowed for a tier; allowed is "zstd", which loses nothing. A lossy codec is a '
+                "namespace's to ask for: store.namespace(identity, layout, codec=...)"
+            )
 
 
 Tier: TypeAlias = Dram | Cxl | Nvme
@@ -257,12 +265,12 @@ class StoreConfig:
         """Read a store's TOML: a ``[store]`` table with ``policy, verify, watermarks, write_budget`` and a ``[[tier]]`` table a tier.
 
         A tier has ``kind`` (``"dram"``, ``"cxl"`` or ``"nvme"``), ``size`` and what its kind takes: ``numa_node``,
-        ``path`` or ``device`` (cxl); ``path``, ``paths`` or ``device``, ``engine`` (nvme); ``huge_pages``, ``prefault``
-        (dram); each also ``emulate_gbs``. Relative paths count from the file's directory.
+        ``path`` or ``device`` (cxl); ``path``, ``paths`` or ``device``, ``engine``, ``codec`` (nvme); ``huge_pages``,
+        ``prefault`` (dram); each also ``emulate_gbs``. Relative paths count from the file's directory.
 
         Raises:
             ConfigError: where the file cannot be read, or holds an unknown table, key or value.
-            UnsupportedError: for ``kind = "hbm"`` or a ``codec``, which this version does not have.
+            UnsupportedError: for ``kind = "hbm"``, or a ``codec`` of a memory tier, which this version does not have.
         """
         path = Path(path)
         try:
@@ -297,7 +305,7 @@ class StoreConfig:
 _TIER_KEYS: Mapping[str, frozenset[str]] = {
     "dram": frozenset({"kind", "size", "huge_pages", "prefault", "emulate_gbs"}),
     "cxl": frozenset({"kind", "size", "numa_node", "path", "device", "emulate_gbs"}),
-    "nvme": frozenset({"kind", "size", "path", "paths", "device", "engine", "emulate_gbs"}),
+    "nvme": frozenset({"kind", "size", "path", "paths", "device", "engine", "emulate_gbs", "codec"}),
 }
 
 
@@ -307,7 +315,7 @@ def _tier(table: Mapping[str, Any], base: Path) -> Tier:
         raise UnsupportedError('kind = "hbm" is not in this version; allowed are dram, cxl and nvme: take the tier out')
     if not isinstance(kind, str) or kind not in _TIER_KEYS:
         raise ConfigError(f"a [[tier]] has kind = {kind!r}; allowed are {', '.join(_TIER_KEYS)}")
-    if "codec" in table:
+    if "codec" in table and kind != "nvme":
         raise UnsupportedError(
             f"codec = {table['codec']!r} in the {kind} tier is not in this version: take the line out"
         )

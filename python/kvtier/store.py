@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier import _kvtier, aio, canonical, keys
+from kvtier import _kvtier, aio, canonical, codecs, keys
 from kvtier.config import Cxl, Dram, Nvme, Policy, Size, StoreConfig, Tier
 from kvtier.errors import ConfigError, InvalidBlockError, UnsupportedError
 from kvtier.identity import Identity
@@ -402,21 +402,23 @@ class Store(Namespace):
             identity: what the bytes mean: an :class:`Identity`, or canonical bytes of the caller's own that name
                 weights, revision, configuration, dtype, parallel slice, adapter content and tenant.
             layout: how blocks are arranged; default opaque.
-            codec: not in this version.
+            codec: how blocks are coded on NVMe, one of :data:`kvtier.codecs.NAMES`; default the NVMe tier's own. With a
+                lossy one, a block that left memory comes back within the bounds that :mod:`kvtier.codecs` states, and a
+                second ``put`` of it replaces that by what was put. Such blocks have a namespace of their own: who asks
+                for none, or another, never gets them. Memory holds blocks as they are.
             quota: not in this version.
 
         Returns:
             The namespace; making it twice gives the same blocks. Does not block.
 
         Raises:
-            UnsupportedError: for a codec or a quota.
+            ConfigError: for an unknown codec, or a lossy one for bytes that are no bf16, fp16 or fp32.
+            UnsupportedError: for a quota.
         """
-        if codec is not None or quota is not None:
-            raise UnsupportedError(
-                f"codec={codec!r} and quota={quota!r} were given; this version stores blocks as they are, without "
-                "quotas: leave both out"
-            )
+        if quota is not None:
+            raise UnsupportedError(f"quota={quota!r} was given; this version has no quotas: leave it out")
         layout = layout or KVLayout.opaque()
+        codecs.check(codec, layout)
         if isinstance(identity, Identity):
             text = identity.to_bytes(layout)
         elif isinstance(identity, bytes) and identity:
@@ -426,7 +428,14 @@ class Store(Namespace):
                 f"identity={identity!r} was given; pass an Identity, or bytes of your own that name everything that "
                 "changes the meaning of a block"
             )
-        return Namespace(self._core, text, layout)
+        if codec in codecs.LOSSY:
+            text = canonical.encode({"lossy": codec, "of": text})
+        namespace = Namespace(self._core, text, layout)
+        tiers = [tier for tier in self.config.tiers if isinstance(tier, Nvme)]
+        own = codec or (tiers[0].codec if tiers else None)
+        layers = [(planes, heads, dim) for planes, _, heads, dim in codecs.segment_dims(layout, 1)]
+        self._core.set_coding(namespace._space, own, codecs.element(layout.dtype), layers)
+        return namespace
 
     def register_region(self, buffer: Any) -> _kvtier.Region:
         """Make memory of the caller a direct target of reads from NVMe.

@@ -6,6 +6,7 @@ import click
 
 from kvtier.cli.bench import bench
 from kvtier.cli.check import check, stats
+from kvtier.cli.codec import codec
 from kvtier.cli.demo import demo, demo_restart
 from kvtier.cli.doctor import doctor
 from kvtier.cli.info import info
@@ -32,5 +33,5 @@ def main() -> None:
     """Keep the KV cache of LLM inference in DRAM, CXL memory and NVMe, and serve it back verified."""
 
 
-for command in (demo, demo_restart, bench, info, doctor, check, stats, kappa):
+for command in (demo, demo_restart, bench, info, doctor, check, stats, kappa, codec):
     main.add_command(command)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from kvtier import _kvtier, machine
+from kvtier.bench.codecs import quick_rates
 from kvtier.cli.findings import Finding, show
 from kvtier.cli.output import json_option, size
 from kvtier.config import default_dram
+from kvtier.errors import KvtierError
 
 __all__ = ["info"]
+
+_LOOK = 32 << 20  # bytes that the quick look reads
 
 
 @click.command()
@@ -21,7 +26,7 @@ __all__ = ["info"]
 @json_option
 def info(directory: Path, as_json: bool) -> None:
     """Show what this machine offers to a store whose NVMe tier would be in DIRECTORY (default: here)."""
-    findings = [*_disk(directory), *_memory(), _gpu()]
+    findings = [*_disk(directory), *_memory(), _gpu(), *_codecs(directory)]
     show(findings, as_json)
 
 
@@ -115,3 +120,31 @@ def _gpu() -> Finding:
         ", ".join(names) or "none",
         "" if names else "not needed: this version keeps no tier on a GPU",
     )
+
+
+def _codecs(directory: Path) -> list[Finding]:
+    """Which codec each tier would use here, from a quick look at the drive and the codecs."""
+    findings = [Finding("codec of memory tiers", None, True, "none: they are faster than any codec")]
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvtier-info-", dir=directory) as folder:
+            disk = _kvtier.BareDisk(Path(folder) / "bare", _LOOK)
+            taken, _, _ = disk.run(False, 1 << 20, 4, 0, _LOOK >> 20, False)
+    except (KvtierError, OSError) as error:
+        return [*findings, Finding("codec of an nvme tier", None, None, f"unknown, the drive cannot be tried: {error}")]
+    rate = _LOOK / taken / 1e9
+    lossless, lossy = quick_rates(["zstd", "int8"])
+    for rates, what in ((lossless, "an nvme tier"), (lossy, "an nvme tier, where a namespace asks for it")):
+        pays = rates.pays(rate)
+        findings.append(
+            Finding(
+                f"codec of {what}",
+                rates.codec if pays else None,
+                True,
+                f"{rates.codec if pays else 'none'}: {rates.codec} decodes {rates.decode_gbs:.2g} GB/s on one core and saves "
+                f"{rates.saved:.0%}, the drive reads {rate:.2g} GB/s",
+                ""
+                if pays
+                else f"{rates.codec} would slow reads here, but makes room for {1 / (1 - rates.saved):.2g} times the blocks",
+            )
+        )
+    return findings

@@ -330,11 +330,16 @@ def forward(model: Any, tokens: Sequence[int], cache: DynamicCache) -> torch.Ten
     Returns:
         The logits of the last token, ``[1, vocabulary]``. Blocks, except on a GPU.
     """
+    return logits_of(model, tokens, cache, 1)[:, -1]
+
+
+def logits_of(model: Any, tokens: Sequence[int], cache: DynamicCache, last: int) -> torch.Tensor:
+    """As :func:`forward`: the logits of the ``last`` tokens, ``[1, last, vocabulary]``; 0 is all."""
     # transformers 5.24 renamed the argument.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
-    logits: torch.Tensor = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{name: cache}).logits
-    return logits[:, -1]
+    logits: torch.Tensor = model(input_ids=ids, use_cache=True, logits_to_keep=last, **{name: cache}).logits
+    return logits
 
 
 def _token_ids(input_ids: Sequence[int] | torch.Tensor) -> list[int]:

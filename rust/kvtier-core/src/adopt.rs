@@ -56,8 +56,9 @@ impl Inner {
                 slot: r.slot,
                 root: r.root,
                 codec: r.codec,
+                stored: r.shape.payload() as u32,
             }),
-            ..Entry::new(r.id, None, r.namespace, r.shape, r.importance)
+            ..Entry::new(r.id, None, r.namespace, r.plain, r.importance)
         };
         let mut shard = self.index.of(&r.id);
         let h = self.index.insert(&mut shard, entry);

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::sync::{Mutex, MutexGuard};
 use hashbrown::{HashMap, HashTable};
+use kvtier_codec::frame::Codec;
 use kvtier_codec::image::{Id, Root, Shape};
 use kvtier_nvme::Slot;
 
@@ -34,6 +35,23 @@ pub struct Cold {
     pub root: Root,
     /// How the payload is encoded there; 0 is plain.
     pub codec: u16,
+    /// Payload bytes there: fewer than the block's where it is encoded.
+    pub stored: u32,
+}
+
+impl Cold {
+    /// The shape of what lies there, of a block of this shape; `None` if it cannot be.
+    pub fn shape(&self, plain: Shape) -> Option<Shape> {
+        if self.codec == 0 {
+            return Some(plain);
+        }
+        Shape::new(self.stored as usize, plain.segments())
+    }
+
+    /// Does the copy there lack something of what was put?
+    pub fn is_lossy(&self) -> bool {
+        self.codec != 0 && Codec::from_id(self.codec).is_none_or(Codec::is_lossy)
+    }
 }
 
 /// One block.
@@ -49,6 +67,8 @@ pub struct Entry {
     pub shape: Shape,
     /// The caller's score.
     pub importance: f32,
+    /// The copies in memory came from a lossy one.
+    pub lossy: bool,
     /// Which use of its handle this is; set by [`Shard::insert`].
     pub epoch: u32,
     /// Of the plain image in every memory tier (generation 0); meaningless if there is none.
@@ -68,6 +88,7 @@ impl Entry {
             namespace,
             shape,
             importance,
+            lossy: false,
             epoch: 0,
             root: Root([0; 16]),
             memory: [NOWHERE; MEMORY_TIERS],
@@ -89,6 +110,14 @@ impl Entry {
     /// Does any tier but memory tier `tier` hold it too?
     pub fn is_beside(&self, tier: usize) -> bool {
         self.is_below(tier) || self.memory[..tier].iter().any(|&s| s != NOWHERE)
+    }
+
+    /// Is what a reader gets less than what was put? An exact put replaces it.
+    pub fn is_lossy(&self) -> bool {
+        match self.in_memory() {
+            Some(_) => self.lossy,
+            None => self.cold.is_some_and(|cold| cold.is_lossy()),
+        }
     }
 
     /// 64 bits that recognise the block.

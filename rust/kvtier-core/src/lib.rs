@@ -6,6 +6,7 @@
 mod adopt;
 mod ahead;
 pub mod arena;
+pub mod coding;
 mod cold;
 pub mod config;
 mod direct;

@@ -8,11 +8,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::sync::{Condvar, Mutex};
-use kvtier_codec::image::{self, ENTRY, Id, Root, Segment, Shape};
+use kvtier_codec::frame::Codec;
+use kvtier_codec::image::{self, ENTRY, Id, Mismatch, Root, Segment, Shape};
 use kvtier_nvme::IoBuf;
 use kvtier_nvme::Read;
 
 use crate::arena::Pin;
+use crate::coding;
 use crate::error::Kind;
 use crate::index::{Cold, NOWHERE};
 use crate::order::Known;
@@ -204,8 +206,29 @@ impl Flight {
         }
     }
 
-    /// What the image must match.
-    pub(crate) fn proof(&self) -> Proof<'_> {
+    /// Decodes the image that was read where it lies, if it is encoded. Returns what the image in
+    /// the slot must match now.
+    pub(crate) fn unpack(&self, pin: &Pin) -> Result<Proof<'_>, Mismatch> {
+        let proof = self.proof();
+        if self.cold.codec == 0 {
+            return Ok(proof);
+        }
+        // SAFETY: the slot holds the image that was read, has room for the plain one, and is ours
+        // alone.
+        let image = unsafe { pin.bytes_mut(self.shape.image_len()) };
+        let stored = readable(&self.cold, self.shape).ok_or(Mismatch::Table)?;
+        proof.verify(&image[..stored.image_len()], stored)?;
+        let root = coding::unpack(image, stored, self.shape, &self.id).ok_or(Mismatch::Table)?;
+        Ok(Proof {
+            generation: 0,
+            codec: 0,
+            root,
+            ..proof
+        })
+    }
+
+    /// What the image must match, as it was read.
+    fn proof(&self) -> Proof<'_> {
         Proof {
             id: &self.id,
             generation: self.cold.slot.generation,
@@ -213,6 +236,13 @@ impl Flight {
             root: self.cold.root,
         }
     }
+}
+
+/// The shape of what lies at a place, if this build can make the block of it, in a slot of its size.
+fn readable(cold: &Cold, plain: Shape) -> Option<Shape> {
+    let known = cold.codec == 0 || Codec::from_id(cold.codec).is_some();
+    let fits = |stored: &Shape| stored.pages() <= plain.pages();
+    cold.shape(plain).filter(|stored| known && fits(stored))
 }
 
 /// The root of a block's plain image in memory.
@@ -276,10 +306,10 @@ impl Inner {
             (flight, nvme.tier.hold(cold.slot))
         };
         self.stats.loads.add(1);
-        if flight.cold.codec != 0 {
+        let Some(stored) = readable(&flight.cold, flight.shape) else {
             self.land(&flight, Err(Miss::Codec));
             return Found::Failed(Miss::Codec);
-        }
+        };
         let pin = match self.reserve(0, flight.shape.pages(), deadline) {
             Ok(pin) => pin,
             Err(error) => {
@@ -293,8 +323,8 @@ impl Inner {
             }
         };
         flight.state.lock().phase = Phase::Reading;
-        let len = flight.shape.image_len();
-        // SAFETY: the slot has the image's length, and is ours alone until it is published.
+        let len = stored.image_len();
+        // SAFETY: the slot has at least the image's length, and is ours alone until it is published.
         let buf = unsafe { IoBuf::new(pin.ptr(), len, Arc::new(pin.clone())) };
         let (inner, landing) = (self.clone(), flight.clone());
         if let Some(nvme) = &self.cold {
@@ -326,17 +356,11 @@ impl Inner {
             let Some(pin) = Flight::claim(&mut flight.state.lock()) else {
                 return;
             };
-            // SAFETY: the slot holds the image that was read, and is ours alone.
-            let image = unsafe { pin.bytes(flight.shape.image_len()) };
-            let proof = flight.proof();
-            let verified = image::verify(
-                image,
-                flight.shape,
-                proof.root,
-                proof.id,
-                proof.generation,
-                proof.codec,
-            );
+            let verified = flight.unpack(&pin).and_then(|proof| {
+                // SAFETY: the slot holds the image that was read, and is ours alone.
+                let image = unsafe { pin.bytes(flight.shape.image_len()) };
+                proof.verify(image, flight.shape)
+            });
             let _ = inner.finish(&flight, pin, verified.is_ok());
         }));
     }
@@ -376,6 +400,7 @@ impl Inner {
         }
         entry.memory[0] = pin.start();
         entry.root = root;
+        entry.lossy = flight.cold.is_lossy();
         self.memory[0].arena.set_owner(pin.start(), h);
         self.insert_order(0, h, entry);
         drop(shard);

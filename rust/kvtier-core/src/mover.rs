@@ -12,8 +12,8 @@ use crate::sync::{Condvar, Mutex};
 use hashbrown::{HashMap, HashSet};
 use kvtier_codec::checksum::copy;
 use kvtier_codec::image::{self, Id, Root};
-use kvtier_nvme::IoBuf;
 use kvtier_nvme::{Clock, Write};
+use kvtier_nvme::{IoBuf, Pages};
 
 use crate::arena::Pin;
 use crate::cold::Room;
@@ -280,6 +280,8 @@ struct Leaving {
     block: Known,
     bytes: usize,
     pin: Option<Pin>,
+    /// What is written, where it is not what lies in the slot.
+    _coded: Option<Pages>,
 }
 
 impl Drop for Leaving {
@@ -527,44 +529,73 @@ impl Inner {
             Some(false) => return Sent::Late,
             Some(true) => {}
         }
+        // SAFETY: a published image, pinned.
+        let bytes = unsafe { pin.bytes(len) };
+        // A zero-copy lease may have been written to: never let that reach the disk unseen.
+        let mut coded = None;
+        if let Some(coding) = self.codings.of(entry.namespace) {
+            if cold_root(&entry, bytes, 0).is_none() {
+                self.mover.end(known, len);
+                self.lose_memory(known, tier, pin.start());
+                return Sent::Away;
+            }
+            coded = coding.pack(&bytes[..entry.shape.payload()], entry.shape);
+        }
+        if entry.lossy && !coded.as_ref().is_some_and(|coded| coded.codec.is_lossy()) {
+            // Without the mark of a lossy codec it would pass for what was put.
+            self.mover.end(known, len);
+            return Sent::Refused;
+        }
+        let shape = coded.as_ref().map_or(entry.shape, |coded| coded.shape);
+        let written = shape.image_len();
         let room = match why {
             Why::Demote => Room::Coldest,
             Why::Persist(room) => room,
         };
         let stop = || why == Why::Demote && self.mover.is_stopped();
-        let Some(slot) = self.reserve_cold(entry.shape.pages(), room, deadline, &stop) else {
+        let Some(slot) = self.reserve_cold(shape.pages(), room, deadline, &stop) else {
             self.mover.end(known, len);
             return if stop() { Sent::Late } else { Sent::Refused };
         };
-        let affordable = |b: &Budget| b.spend(len, self.clock.now());
+        let affordable = |b: &Budget| b.spend(written, self.clock.now());
         if !cold.budget.as_ref().is_none_or(affordable) {
             cold.tier.abandon(slot);
             self.mover.end(known, len);
             return Sent::Refused;
         }
-        // SAFETY: a published image, pinned.
-        let bytes = unsafe { pin.bytes(len) };
-        // A zero-copy lease may have been written to: never let that reach the disk unseen.
-        let Some(root) = cold_root(&entry, bytes, slot.generation) else {
-            cold.tier.abandon(slot);
-            self.mover.end(known, len);
-            self.lose_memory(known, tier, pin.start());
-            return Sent::Away;
+        let (root, codec) = match &mut coded {
+            Some(coded) => (coded.seal(&entry.id, slot.generation), coded.codec.id()),
+            None => match cold_root(&entry, bytes, slot.generation) {
+                Some(root) => (root, 0),
+                None => {
+                    cold.tier.abandon(slot);
+                    self.mover.end(known, len);
+                    self.lose_memory(known, tier, pin.start());
+                    return Sent::Away;
+                }
+            },
         };
         let place = Cold {
             slot,
             root,
-            codec: 0,
+            codec,
+            stored: shape.payload() as u32,
         };
         let (start, ptr) = (pin.start(), pin.ptr());
+        let pages = coded.map(|coded| coded.pages);
+        let ptr = pages
+            .as_ref()
+            .map_or(ptr, |pages| pages.as_ptr().cast_mut());
         let leaving = Leaving {
             inner: self.clone(),
             block: known,
             bytes: len,
             pin: Some(pin),
+            _coded: pages,
         };
-        // SAFETY: the slot has the image's length; pinned slots are not written to.
-        let buf = unsafe { IoBuf::new(ptr, len, Arc::new(leaving)) };
+        // SAFETY: the slot, or the coded image, has at least the image's length; pinned slots are
+        // not written to, and nobody else has the coded image.
+        let buf = unsafe { IoBuf::new(ptr, written, Arc::new(leaving)) };
         let inner = self.clone();
         let id = entry.id;
         cold.tier.write(Write {
@@ -572,8 +603,9 @@ impl Inner {
             id,
             parent: entry.parent,
             namespace: entry.namespace,
-            shape: entry.shape,
-            codec: 0,
+            shape,
+            codec,
+            plain: entry.shape,
             importance: entry.importance,
             root,
             buf,

@@ -6,9 +6,10 @@ use kvtier_codec::checksum::copy_hash64;
 use kvtier_codec::image::{self, Id, Segment, Shape};
 
 use crate::error::{Error, Kind, Result};
-use crate::index::{Entry, NOWHERE};
+use crate::index::{Entry, NOWHERE, Shard};
 use crate::key;
 use crate::order::Known;
+use crate::policy::Handle;
 use crate::store::{Inner, NVME, Namespace, Store};
 
 /// A block to store.
@@ -188,7 +189,7 @@ impl Inner {
         Put::Orphan
     }
 
-    /// If the block is there: notes the use, and says where it is. A block of another size under
+    /// If the block is there as it was put: notes the use, and says where it is. A block of another size under
     /// the same key is an error.
     fn touch(&self, id: &Id, shape: Option<Shape>) -> Result<Option<&'static str>> {
         let shard = self.index.of(id);
@@ -205,6 +206,9 @@ impl Inner {
                 ),
             ));
         }
+        if shape.is_some() && entry.is_lossy() {
+            return Ok(None);
+        }
         let (tier, name) = match entry.in_memory() {
             Some((tier, _)) => (tier, self.memory[tier].name),
             None => (self.memory.len(), NVME),
@@ -213,10 +217,41 @@ impl Inner {
         Ok(Some(name))
     }
 
+    /// Puts an exact copy in the place of those that lack something.
+    fn replace_lossy(&self, shard: &mut Shard, h: Handle, new: &Entry) -> Put {
+        let Some(entry) = shard.get_mut(h) else {
+            return Put::Present(self.memory[0].name);
+        };
+        let mut order = self.order.lock();
+        for (tier, memory) in self.memory.iter().enumerate() {
+            if entry.memory[tier] != NOWHERE {
+                memory.arena.retire(entry.memory[tier]);
+                order.policy(tier).on_remove(h);
+                entry.memory[tier] = NOWHERE;
+            }
+        }
+        if let (Some(place), Some(cold)) = (entry.cold.take(), &self.cold) {
+            order.policy(self.memory.len()).on_remove(h);
+            cold.tier.remove(place.slot, &entry.id);
+        }
+        drop(order);
+        entry.memory[0] = new.memory[0];
+        entry.root = new.root;
+        entry.lossy = false;
+        self.insert_order(0, h, entry);
+        self.memory[0].arena.set_owner(new.memory[0], h);
+        Put::Stored(self.memory[0].name)
+    }
+
     /// Makes a complete block visible, unless somebody else was first or its parent has gone.
     fn publish(&self, entry: Entry, parent: Option<Known>) -> Put {
         let start = entry.memory[0];
         let mut shard = self.index.of(&entry.id);
+        if let Some(h) = shard.find(&entry.id)
+            && shard.get(h).is_some_and(|e| e.is_lossy())
+        {
+            return self.replace_lossy(&mut shard, h, &entry);
+        }
         if let Some(other) = shard.find(&entry.id).and_then(|h| shard.get(h)) {
             let tier = match other.memory.iter().position(|&s| s != NOWHERE) {
                 Some(tier) => self.memory[tier].name,

@@ -508,34 +508,24 @@ impl Inner {
         pin: Pin,
     ) -> Result<std::result::Result<(), Miss>> {
         let shape = flight.shape;
-        let proof = flight.proof();
-        // SAFETY: the slot holds the image that was read, and is ours alone.
-        let bytes = unsafe { pin.bytes(shape.image_len()) };
         let pieces = request.pieces(shape);
-        let verified = match &pieces {
-            Ok(pieces) if request.selection.is_all() => {
-                // SAFETY: `out` has the pieces' length (checked) and is the caller's promise.
-                unsafe { copy_out(bytes, shape, Some(proof), pieces, request.out.ptr) }
+        let verified = flight.unpack(&pin).and_then(|proof| {
+            // SAFETY: the slot holds the image that was read, and is ours alone.
+            let bytes = unsafe { pin.bytes(shape.image_len()) };
+            match &pieces {
+                Ok(pieces) if request.selection.is_all() => {
+                    // SAFETY: `out` has the pieces' length (checked) and is the caller's promise.
+                    unsafe { copy_out(bytes, shape, Some(proof), pieces, request.out.ptr) }
+                }
+                Ok(pieces) => proof
+                    .verify(bytes, shape)
+                    // SAFETY: as above.
+                    .and_then(|()| unsafe {
+                        copy_out(bytes, shape, None, pieces, request.out.ptr)
+                    }),
+                Err(_) => proof.verify(bytes, shape),
             }
-            Ok(pieces) => image::verify(
-                bytes,
-                shape,
-                proof.root,
-                proof.id,
-                proof.generation,
-                proof.codec,
-            )
-            // SAFETY: as above.
-            .and_then(|()| unsafe { copy_out(bytes, shape, None, pieces, request.out.ptr) }),
-            Err(_) => image::verify(
-                bytes,
-                shape,
-                proof.root,
-                proof.id,
-                proof.generation,
-                proof.codec,
-            ),
-        };
+        });
         let landing = self.finish(flight, pin, verified.is_ok());
         pieces?;
         // A block that was removed while it was read is still a hit: the bytes are the right ones.
@@ -565,17 +555,11 @@ impl Inner {
                 }
                 match flight.wait(deadline) {
                     Wait::Finish(pin) => {
-                        let proof = flight.proof();
-                        // SAFETY: the slot holds the image that was read, and is ours alone.
-                        let bytes = unsafe { pin.bytes(flight.shape.image_len()) };
-                        let good = image::verify(
-                            bytes,
-                            flight.shape,
-                            proof.root,
-                            proof.id,
-                            proof.generation,
-                            proof.codec,
-                        );
+                        let good = flight.unpack(&pin).and_then(|proof| {
+                            // SAFETY: the slot holds the image that was read, and is ours alone.
+                            let bytes = unsafe { pin.bytes(flight.shape.image_len()) };
+                            proof.verify(bytes, flight.shape)
+                        });
                         loaded = Some(pin.clone());
                         match self.finish(flight, pin, good.is_ok()) {
                             Ok(()) | Err(Miss::Absent) => {}

@@ -19,6 +19,18 @@ pub struct Proof<'a> {
 }
 
 impl Proof<'_> {
+    /// Verifies a whole image.
+    pub fn verify(&self, image: &[u8], shape: Shape) -> Result<(), Mismatch> {
+        image::verify(
+            image,
+            shape,
+            self.root,
+            self.id,
+            self.generation,
+            self.codec,
+        )
+    }
+
     fn holds(&self, table: &[Segment], shape: Shape) -> Result<(), Mismatch> {
         if image::table_matches(
             table,

@@ -457,7 +457,10 @@ impl Inner {
         let meta = order.meta(
             h,
             entry.fingerprint(),
-            entry.shape.pages(),
+            match entry.cold {
+                Some(cold) if tier == self.memory.len() => cold.slot.pages,
+                _ => entry.shape.pages(),
+            },
             entry.importance,
         );
         order.policy(tier).on_insert(h, &meta);

@@ -11,6 +11,7 @@ use kvtier_nvme::IoBuf;
 use kvtier_nvme::{NvmeTier, Recovered, Registration};
 
 use crate::arena::{Arena, Pin, backing};
+use crate::coding::{Coding, Codings};
 use crate::config::{Config, Memory, Progress};
 use crate::error::{Error, Kind, Result};
 use crate::fork;
@@ -64,6 +65,7 @@ pub(crate) struct Inner {
     pub(crate) memory: Vec<MemoryTier>,
     pub(crate) cold: Option<ColdTier>,
     pub(crate) mover: Mover,
+    pub(crate) codings: Codings,
     pub(crate) prefetcher: Prefetcher,
     /// Verifies loads that nobody waits for. Its tasks never wait.
     pub(crate) workers: Workers,
@@ -130,7 +132,7 @@ pub struct Match {
     pub tokens: u64,
     /// The fastest tier of each.
     pub tiers: Vec<&'static str>,
-    /// Payload bytes by that tier, fastest first.
+    /// Payload bytes by that tier, as they lie there, fastest first.
     pub bytes: Vec<(&'static str, u64)>,
 }
 
@@ -204,6 +206,7 @@ impl Store {
         let inner = Arc::new(Inner {
             index: Index::default(),
             order: Mutex::new(Order::new(policies)),
+            codings: Codings::default(),
             mover: Mover::new(memory.last().map_or(0, |m| m.size as usize)),
             memory,
             cold,
@@ -289,7 +292,10 @@ impl Store {
             found.blocks += 1;
             found.tokens += u64::from(ns.layout.tokens(entry.shape));
             found.tiers.push(tier);
-            let bytes = entry.shape.payload() as u64;
+            let bytes = match (entry.in_memory(), entry.cold) {
+                (None, Some(cold)) => u64::from(cold.stored),
+                _ => entry.shape.payload() as u64,
+            };
             match found.bytes.iter_mut().find(|(name, _)| *name == tier) {
                 Some((_, sum)) => *sum += bytes,
                 None => found.bytes.push((tier, bytes)),
@@ -366,6 +372,12 @@ impl Store {
     pub fn flush(&self, deadline: Instant) -> Result<()> {
         self.inner.check_open()?;
         self.inner.persist(deadline)
+    }
+
+    /// From now on, blocks of this namespace that are written below memory are coded so; `None`: they
+    /// are written as they are. Blocks that lie there are read however they were written.
+    pub fn set_coding(&self, ns: &Namespace, coding: Option<Coding>) {
+        self.inner.codings.set(ns.tag(), coding);
     }
 
     /// Flushes as far as NVMe has room, ends all threads and lets go of the directory and of all

@@ -120,6 +120,7 @@ fn tier(tier: &NvmeTier, arena: Arena, block: usize) -> (f64, f64) {
                 namespace: 0,
                 shape,
                 codec: 0,
+                plain: shape,
                 importance: 0.0,
                 root: Root([0; 16]),
                 buf: arena.part(place * block, block),

@@ -296,6 +296,7 @@ impl Store {
             namespace: 1,
             shape,
             codec: 0,
+            plain: shape,
             importance: 0.0,
             root,
             // SAFETY: nobody else has the memory.

@@ -47,10 +47,12 @@ pub struct Entry {
     pub parent: Option<[u8; 16]>,
     /// Tag of the namespace.
     pub namespace: u64,
-    /// The block's lengths.
+    /// The lengths of what is stored.
     pub shape: Shape,
-    /// How the payload is encoded.
+    /// How the payload is encoded; 0: as it is.
     pub codec: u16,
+    /// The block's own lengths; `shape` where it is not encoded.
+    pub plain: Shape,
     /// The block's score.
     pub importance: f32,
     /// What the image must match.
@@ -99,6 +101,12 @@ impl Record {
                 100,
                 &(entry.shape.segments() as u32).to_le_bytes(),
             );
+            // Zero where the two are the same, as they were in the first files of this version.
+            if entry.plain != entry.shape {
+                let plain = entry.plain;
+                put(&mut out, 104, &(plain.payload() as u32).to_le_bytes());
+                put(&mut out, 108, &(plain.segments() as u32).to_le_bytes());
+            }
         }
         put(&mut out, 16, &self.id);
         put(&mut out, 80, &self.generation.to_le_bytes());
@@ -122,11 +130,16 @@ impl Record {
                 if shape.pages() != pages {
                     return None;
                 }
+                let plain = match get_u32(bytes, 104) as usize {
+                    0 => shape,
+                    payload => Shape::new(payload, get_u32(bytes, 108) as usize)?,
+                };
                 Change::Add(Entry {
                     parent: (bytes[1] == 1).then(|| get(bytes, 48)),
                     namespace: get_u64(bytes, 8),
                     shape,
                     codec: u16::from_le_bytes(get(bytes, 2)),
+                    plain,
                     importance: f32::from_le_bytes(get(bytes, 4)),
                     root: Root(get(bytes, 64)),
                 })
@@ -253,6 +266,10 @@ pub(crate) mod tests {
                             namespace: e.1,
                             shape,
                             codec: e.4,
+                            plain: match e.4 % 2 {
+                                0 => shape,
+                                _ => Shape::new(e.2 * 2, e.3).unwrap_or(shape),
+                            },
                             importance: e.5,
                             root: Root(e.6),
                         }),

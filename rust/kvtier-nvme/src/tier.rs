@@ -104,10 +104,12 @@ pub struct Recovered {
     pub namespace: u64,
     /// Where it lies.
     pub slot: Slot,
-    /// Its lengths.
+    /// The lengths of what is stored.
     pub shape: Shape,
-    /// How its payload is encoded.
+    /// How its payload is encoded; 0: as it is.
     pub codec: u16,
+    /// The block's own lengths; `shape` where it is not encoded.
+    pub plain: Shape,
     /// Its score when it was written.
     pub importance: f32,
     /// What its image must match.
@@ -124,10 +126,12 @@ pub struct Write {
     pub parent: Option<[u8; 16]>,
     /// Tag of the namespace.
     pub namespace: u64,
-    /// Its lengths.
+    /// The lengths of what is stored.
     pub shape: Shape,
-    /// How its payload is encoded.
+    /// How its payload is encoded; 0: as it is.
     pub codec: u16,
+    /// The block's own lengths; `shape` where it is not encoded.
+    pub plain: Shape,
     /// Its score.
     pub importance: f32,
     /// What its image matches.
@@ -655,6 +659,7 @@ pub(crate) fn merge(paths: Vec<Vec<Record>>) -> (Vec<Recovered>, Vec<Recovered>)
                 },
                 shape: entry.shape,
                 codec: entry.codec,
+                plain: entry.plain,
                 importance: entry.importance,
                 root: entry.root,
             });

@@ -234,6 +234,7 @@ impl Volume {
                 namespace: write.namespace,
                 shape,
                 codec: write.codec,
+                plain: write.plain,
                 importance: write.importance,
                 root: write.root,
             }),

@@ -21,7 +21,7 @@ use crate::ops::{Completions, Finisher, Job, Operation, Outcome};
 use crate::progress::Progress;
 use crate::region::{Region, give_back};
 use crate::space::{Space, selection};
-use crate::{log, report, tiers};
+use crate::{codecs, log, report, tiers};
 
 /// How long a store that nobody closed may take to close.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
@@ -463,6 +463,25 @@ impl Core {
     fn clear(&self, py: Python<'_>, space: Option<PyRef<'_, Space>>) -> PyResult<usize> {
         let ns = space.map(|s| s.ns.clone());
         self.run(py, move |store| store.clear(ns.as_ref()))
+    }
+
+    /// How blocks of this namespace are coded below memory: a codec, and `(planes, heads, elements a
+    /// head)` of each layer. `None`: they are written as they are.
+    fn set_coding(
+        &self,
+        py: Python<'_>,
+        space: &Space,
+        codec: Option<&str>,
+        element: &str,
+        layers: Vec<(u32, u32, u32)>,
+    ) -> PyResult<()> {
+        let coding = codec
+            .map(|name| codecs::coding(py, name, element, &layers))
+            .transpose()?;
+        self.run(py, |store| {
+            store.set_coding(&space.ns, coding);
+            Ok(())
+        })
     }
 
     /// Makes everything durable.

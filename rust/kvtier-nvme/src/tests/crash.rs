@@ -273,6 +273,7 @@ fn recovered(record: &crate::record::Record) -> crate::Recovered {
         },
         shape: entry.shape,
         codec: entry.codec,
+        plain: entry.plain,
         importance: entry.importance,
         root: entry.root,
     }

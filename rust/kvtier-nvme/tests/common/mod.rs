@@ -61,6 +61,7 @@ pub fn write_of(slot: Slot, id: Id, payload: usize, done: Done) -> Write {
         namespace: 9,
         shape,
         codec: 3,
+        plain: shape,
         importance: 0.5,
         root,
         // SAFETY: nobody else has the memory.
