@@ -388,7 +388,7 @@ impl Inner {
             Found::Flying(flight) => {
                 self.prefetcher.state.lock().in_flight += bytes;
                 let (inner, job) = (self.clone(), job.clone());
-                flight.on_landing(Box::new(move |landing| {
+                flight.course.on_landing(Box::new(move |landing| {
                     inner.prefetcher.landed(bytes);
                     job.set(i, landing.map(|()| inner.memory[0].name));
                 }));

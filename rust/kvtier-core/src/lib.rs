@@ -11,6 +11,7 @@ mod cold;
 pub mod config;
 mod direct;
 pub mod error;
+mod flight;
 pub mod fork;
 pub mod index;
 pub mod jobs;

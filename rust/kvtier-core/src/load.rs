@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::sync::{Condvar, Mutex};
+use crate::flight::Course;
 use kvtier_codec::frame::Codec;
 use kvtier_codec::image::{self, ENTRY, Id, Mismatch, Root, Segment, Shape};
 use kvtier_nvme::IoBuf;
@@ -66,27 +66,6 @@ impl Miss {
 /// How a flight ended.
 pub type Landing = Result<(), Miss>;
 
-type Callback = Box<dyn FnOnce(Landing) + Send>;
-
-enum Phase {
-    /// Whoever started it waits for a slot.
-    Reserving,
-    /// The slot is being read into.
-    Reading,
-    /// The image is in the slot; nobody has looked at it yet.
-    Arrived(Pin),
-    /// Somebody verifies it.
-    Finishing,
-    Landed(Landing),
-}
-
-struct State {
-    phase: Phase,
-    /// Waiters that will finish the flight themselves.
-    watchers: usize,
-    callbacks: Vec<Callback>,
-}
-
 /// One load.
 pub struct Flight {
     pub(crate) block: Known,
@@ -94,8 +73,7 @@ pub struct Flight {
     pub(crate) shape: Shape,
     pub(crate) cold: Cold,
     started: Instant,
-    state: Mutex<State>,
-    changed: Condvar,
+    pub(crate) course: Course<Pin, Miss>,
 }
 
 /// What somebody who wants a block in memory finds.
@@ -110,99 +88,18 @@ pub(crate) enum Found {
     Nowhere,
 }
 
-/// A waiter's part in a flight.
-pub(crate) enum Wait {
-    /// The image is there, and is the waiter's to verify and publish.
-    Finish(Pin),
-    /// It ended.
-    Landed(Landing),
-    /// The deadline came first.
-    TimedOut,
-}
-
 impl Flight {
-    /// Says that the caller is going to [`Flight::wait`].
-    pub(crate) fn watch(&self) {
-        self.state.lock().watchers += 1;
-    }
-
-    /// Calls `callback` when the flight lands, on the thread that lands it; at once if it has.
-    pub(crate) fn on_landing(&self, callback: Callback) {
-        let mut state = self.state.lock();
-        if let Phase::Landed(landing) = state.phase {
-            drop(state);
-            callback(landing);
-        } else {
-            state.callbacks.push(callback);
-        }
-    }
-
-    /// Is its slot still waited for? Then it may be the caller's own slots that are in its way.
-    pub(crate) fn is_reserving(&self) -> bool {
-        matches!(self.state.lock().phase, Phase::Reserving)
-    }
-
-    fn claim(state: &mut State) -> Option<Pin> {
-        match std::mem::replace(&mut state.phase, Phase::Finishing) {
-            Phase::Arrived(pin) => Some(pin),
-            other => {
-                state.phase = other;
-                None
-            }
-        }
-    }
-
-    /// Waits, between [`Flight::watch`] and [`Flight::unwatch`], until there is something to do or
-    /// `deadline`.
-    pub(crate) fn wait(&self, deadline: Instant) -> Wait {
-        let mut state = self.state.lock();
-        loop {
-            if let Some(pin) = Self::claim(&mut state) {
-                return Wait::Finish(pin);
-            }
-            if let Phase::Landed(landing) = state.phase {
-                return Wait::Landed(landing);
-            }
-            if self.changed.wait_until(&mut state, deadline).timed_out()
-                && !matches!(state.phase, Phase::Arrived(_) | Phase::Landed(_))
-            {
-                return Wait::TimedOut;
-            }
-        }
-    }
-
-    /// Takes [`Flight::watch`] back. If the image is there and nobody waits any more, a worker
-    /// finishes the flight.
+    /// Takes a watch back. If the image is there and nobody waits any more, a worker finishes the
+    /// flight.
     pub(crate) fn unwatch(self: &Arc<Self>, inner: &Arc<Inner>) {
-        let mut state = self.state.lock();
-        state.watchers -= 1;
-        let abandoned = state.watchers == 0 && matches!(state.phase, Phase::Arrived(_));
-        drop(state);
-        if abandoned {
+        if self.course.unwatch() {
             inner.finish_later(self.clone());
         }
     }
 
     fn arrive(self: &Arc<Self>, inner: &Arc<Inner>, pin: Pin) {
-        let mut state = self.state.lock();
-        state.phase = Phase::Arrived(pin);
-        let watched = state.watchers > 0;
-        drop(state);
-        if watched {
-            self.changed.notify_all();
-        } else {
+        if self.course.arrive(pin) {
             inner.finish_later(self.clone());
-        }
-    }
-
-    fn land(&self, landing: Landing) {
-        let mut state = self.state.lock();
-        state.phase = Phase::Landed(landing);
-        let callbacks = std::mem::take(&mut state.callbacks);
-        drop(state);
-        self.changed.notify_all();
-        for callback in callbacks {
-            callback(landing);
         }
     }
 
@@ -282,7 +179,7 @@ impl Inner {
             {
                 self.stats.joined.add(1);
                 if watch {
-                    flight.watch();
+                    flight.course.watch();
                 }
                 return Found::Flying(flight.clone());
             }
@@ -295,12 +192,7 @@ impl Inner {
                 shape,
                 cold,
                 started: Instant::now(),
-                state: Mutex::new(State {
-                    phase: Phase::Reserving,
-                    watchers: usize::from(watch),
-                    callbacks: Vec::new(),
-                }),
-                changed: Condvar::new(),
+                course: Course::new(usize::from(watch)),
             });
             shard.flights.insert(block.0, flight.clone());
             (flight, nvme.tier.hold(cold.slot))
@@ -322,7 +214,7 @@ impl Inner {
                 return Found::Failed(miss);
             }
         };
-        flight.state.lock().phase = Phase::Reading;
+        flight.course.depart();
         let len = stored.image_len();
         // SAFETY: the slot has at least the image's length, and is ours alone until it is published.
         let buf = unsafe { IoBuf::new(pin.ptr(), len, Arc::new(pin.clone())) };
@@ -353,7 +245,7 @@ impl Inner {
     fn finish_later(self: &Arc<Self>, flight: Arc<Flight>) {
         let inner = self.clone();
         self.workers.spawn(Box::new(move || {
-            let Some(pin) = Flight::claim(&mut flight.state.lock()) else {
+            let Some(pin) = flight.course.claim() else {
                 return;
             };
             let verified = flight.unpack(&pin).and_then(|proof| {
@@ -423,6 +315,6 @@ impl Inner {
         if landing.is_ok() {
             self.stats.load.since(flight.started);
         }
-        flight.land(landing);
+        flight.course.land(landing);
     }
 }

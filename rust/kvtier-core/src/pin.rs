@@ -4,7 +4,7 @@
 //! dropped anywhere. *Retiring* a slot forbids new pins; whoever sees the count reach zero on a
 //! retired slot frees it, and nobody else does.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use crate::sync::atomic::{AtomicU32, Ordering};
 
 const RETIRED: u32 = 1 << 31;
 

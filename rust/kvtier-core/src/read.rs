@@ -9,8 +9,9 @@ use crate::ahead::Ahead;
 use crate::arena::Pin;
 use crate::direct::{Direct, Part};
 use crate::error::{Error, Kind, Result};
+use crate::flight::Wait;
 use crate::layout::{Piece, Selection};
-use crate::load::{Flight, Found, Miss, Wait};
+use crate::load::{Flight, Found, Miss};
 use crate::order::Known;
 use crate::policy::Handle;
 use crate::reader::{Proof, copy_out};
@@ -425,10 +426,10 @@ impl Inner {
                 }
                 Some(Pending::Flight(watched)) => {
                     let flight = &watched.flight;
-                    if flight.is_reserving() {
+                    if flight.course.is_reserving() {
                         give_way();
                     }
-                    match flight.wait(request.deadline) {
+                    match flight.course.wait(request.deadline) {
                         Wait::Finish(pin) => match self.finish_into(request, flight, pin)? {
                             Ok(()) => return Ok(Ok((nvme, flight.block.0))),
                             Err(Miss::Absent) => {}
@@ -550,10 +551,10 @@ impl Inner {
             let mut loaded = None;
             if let Some(watched) = watched.take() {
                 let flight = &watched.flight;
-                if flight.is_reserving() {
+                if flight.course.is_reserving() {
                     give_way();
                 }
-                match flight.wait(deadline) {
+                match flight.course.wait(deadline) {
                     Wait::Finish(pin) => {
                         let good = flight.unpack(&pin).and_then(|proof| {
                             // SAFETY: the slot holds the image that was read, and is ours alone.

@@ -172,7 +172,7 @@ impl Run<'_> {
             0..6 => self.put(chain),
             6..8 => {
                 let there = (0..LENGTH).filter(|&i| self.ledger.version((chain, i)) != 0);
-                if let Some(i) = there.last() {
+                if let Some(i) = there.max() {
                     let at = (chain, self.random.below(i + 1));
                     self.store.remove(self.ns, &[&name(at)]).unwrap();
                     self.ledger.gone(at);

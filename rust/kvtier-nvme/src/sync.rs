@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{PoisonError, TryLockError};
 use std::time::Instant;
 
+pub use std::sync::atomic;
+
 /// A mutex without poisoning.
 #[derive(Debug, Default)]
 pub struct Mutex<T>(std::sync::Mutex<T>);
