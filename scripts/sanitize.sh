@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs the NVMe tier's tests under a sanitizer: scripts/sanitize.sh [address|thread] [test arguments...]
+# Runs the Rust tests under a sanitizer: scripts/sanitize.sh [address|thread] [test arguments...]
 #
 # Works with a stable toolchain. The standard library is not instrumented, so ThreadSanitizer does not see its locks'
 # insides; -Zbuild-std would need the library's sources.
@@ -20,4 +20,4 @@ if [ "$kind" = thread ]; then
     # The first three have one thread, and many steps; the last is a race on purpose.
     [ $# -gt 0 ] || set -- -- --skip crash:: --skip fuzz:: --skip faults:: --skip source_changes
 fi
-exec cargo test --target "$host" --lib --tests -p kvtier-codec -p kvtier-nvme --no-fail-fast "$@"
+exec cargo test --target "$host" --lib --tests -p kvtier-codec -p kvtier-nvme -p kvtier-core --no-fail-fast "$@"
