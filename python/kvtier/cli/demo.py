@@ -178,7 +178,7 @@ class Demonstration:
         from kvtier.integrations.transformers import prefill
 
         result = prefill(self.model, blocks, self.prompt, chunk_tokens=self.chunk)
-        self._add(run, asdict(result.report), result.logits)
+        self._add(run, result.report.to_dict(), result.logits)
         return result
 
     def _restart(self) -> None:
@@ -260,7 +260,7 @@ def demo_restart(job: Path) -> None:
     with open_store(Path(task["store"]), layout_of(model).bytes_per_token * len(task["prompt"])) as store:
         result = prefill(model, namespace(store, model), task["prompt"], chunk_tokens=task["chunk_tokens"])
     safetensors.torch.save_file({"logits": result.logits.contiguous()}, task["logits"])
-    emit({"report": asdict(result.report), "answer": decode(model, result)})
+    emit({"report": result.report.to_dict(), "answer": decode(model, result)})
 
 
 def open_store(directory: Path, need: int) -> Store:

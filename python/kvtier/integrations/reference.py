@@ -102,27 +102,34 @@ class DictNamespace:
         for key, block in zip(keys, blocks, strict=True):
             present = key in self.blocks
             if not present:
-                self._check(block)
+                self._check(block, self.layout.block_bytes)
                 self.blocks[key] = block.tobytes()
             results.append(_PutResult(stored=not present, present=present, tier="dict"))
         return results
 
     def get_into(
-        self, keys: Sequence[bytes], outs: Sequence[NDArray[np.uint8]], *, timeout: float | None = None
+        self,
+        keys: Sequence[bytes],
+        outs: Sequence[NDArray[np.uint8]],
+        *,
+        layers: tuple[int, int] | None = None,
+        timeout: float | None = None,
     ) -> list[_Result]:
-        """Copy each block into its buffer (``uint8``, ``layout.block_bytes`` long).
+        """Copy each block, or some layers of it, into its buffer (``uint8``, exactly as long).
 
         Raises:
             InvalidBlockError: for a buffer of another size.
         """
         results = []
+        first, last = layers or (0, self.layout.layers)
+        part = slice(self.layout.offsets[first], self.layout.offsets[last])
         for key, out in zip(keys, outs, strict=True):
-            self._check(out)
+            self._check(out, part.stop - part.start)
             block = self.blocks.get(key)
             if block is None:
                 results.append(_Result(False, None, "absent"))
                 continue
-            out[:] = np.frombuffer(block, np.uint8)
+            out[:] = np.frombuffer(block, np.uint8)[part]
             results.append(_Result(True, "dict", None))
         return results
 
@@ -131,8 +138,6 @@ class DictNamespace:
         block = self.blocks.get(key)
         return None if block is None else np.frombuffer(block, np.uint8).copy()
 
-    def _check(self, block: NDArray[np.uint8]) -> None:
-        if block.nbytes != self.layout.block_bytes:
-            raise InvalidBlockError(
-                f"a buffer of {block.nbytes} bytes was given; a block has {self.layout.block_bytes}: give a whole block"
-            )
+    def _check(self, block: NDArray[np.uint8], size: int) -> None:
+        if block.nbytes != size:
+            raise InvalidBlockError(f"a buffer of {block.nbytes} bytes was given; it takes {size}: give as many")

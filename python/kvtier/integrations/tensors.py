@@ -47,20 +47,32 @@ def layer_shapes(layout: KVLayout) -> list[tuple[int, int, int]]:
 
 
 class BlockBuffer:
-    """Room for a batch of full blocks in one ``uint8`` tensor on the host, with views of each layer in it.
+    """Room for a batch of full blocks, or of a few layers of each, in ``uint8`` memory on the host, with views of each
+    layer in it.
 
     Args:
         layout: the blocks' layout, ``gqa`` or ``mla``.
         blocks: how many blocks it holds.
+        layers: which layers of them; default all.
+        memory: ``uint8`` memory to use, at least as large; default its own.
     """
 
-    def __init__(self, layout: KVLayout, blocks: int) -> None:
+    def __init__(
+        self, layout: KVLayout, blocks: int, layers: range | None = None, memory: torch.Tensor | None = None
+    ) -> None:
         self._layout = layout
-        self._bytes = torch.empty((blocks, layout.block_bytes), dtype=torch.uint8)
+        layers = range(layout.layers) if layers is None else layers
+        base = layout.offsets[layers.start]
+        size = layout.offsets[layers.stop] - base
+        if memory is None:
+            memory = torch.empty(blocks * size, dtype=torch.uint8)
+        self._bytes = memory[: blocks * size].unflatten(0, (blocks, size))
         dtype, tokens = torch_dtype(layout), layout.block_tokens
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for layer, (heads, key_width, value_width) in enumerate(layer_shapes(layout)):
-            segment = self._bytes[:, layout.offsets[layer] : layout.offsets[layer + 1]].view(dtype)
+        shapes = layer_shapes(layout)
+        for layer in layers:
+            heads, key_width, value_width = shapes[layer]
+            segment = self._bytes[:, layout.offsets[layer] - base : layout.offsets[layer + 1] - base].view(dtype)
             if layout.kind == "mla":
                 both = segment.unflatten(1, (tokens, key_width + value_width)).unsqueeze(0)
                 self._views.append((both[..., :key_width], both[..., key_width:]))
@@ -69,20 +81,24 @@ class BlockBuffer:
                 self._views.append((planes[0], planes[1]))
 
     def rows(self, blocks: int) -> list[NDArray[np.uint8]]:
-        """The first ``blocks`` blocks as writable arrays of ``block_bytes`` bytes, to put from or get into."""
+        """The first ``blocks`` blocks as writable arrays of bytes, to put from or get into."""
         return list(self._bytes[:blocks].numpy())
 
-    def write_to(self, cache: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int, blocks: int) -> None:
-        """Copy the first ``blocks`` blocks into each layer's keys and values, from token ``start`` on.
+    def write_to(
+        self, cache: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int, blocks: int, at: int = 0
+    ) -> None:
+        """Copy blocks into each layer's keys and values, from token ``start`` on.
 
         Args:
-            cache: each layer's keys and values, ``[1, heads, tokens, width]`` in the layout's dtype, on any device.
+            cache: the keys and values of each of its layers, ``[1, heads, tokens, width]`` in the layout's dtype, on any
+                device.
             start: the first block's first token.
             blocks: how many blocks.
+            at: which of its blocks is the first.
         """
         for views, pair in zip(self._views, cache, strict=True):
             for view, tensor in zip(views, pair, strict=True):
-                self._window(tensor, start, blocks).copy_(view[:, :blocks])
+                _copy(self._window(tensor, start, blocks), view[:, at : at + blocks])
 
     def read_from(self, cache: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int, blocks: int) -> None:
         """Copy each layer's keys and values from token ``start`` on into the first ``blocks`` blocks; the reverse of
@@ -90,10 +106,23 @@ class BlockBuffer:
         """
         for views, pair in zip(self._views, cache, strict=True):
             for view, tensor in zip(views, pair, strict=True):
-                view[:, :blocks].copy_(self._window(tensor, start, blocks))
+                _copy(view[:, :blocks], self._window(tensor, start, blocks))
 
     def _window(self, tensor: torch.Tensor, start: int, blocks: int) -> torch.Tensor:
         """``[heads, blocks, block_tokens, width]``, a view of ``tensor``."""
         tokens = self._layout.block_tokens
         window: torch.Tensor = tensor[0].narrow(1, start, blocks * tokens).unflatten(1, (blocks, tokens))
         return window
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy; within the host's memory by NumPy, on this thread alone: torch would take the cores that the model uses."""
+    if to.device.type != "cpu" or source.device.type != "cpu":
+        to.copy_(source)
+        return
+    whole = _WHOLE[to.element_size()]
+    np.copyto(to.detach().view(whole).numpy(), source.detach().view(whole).numpy())
+
+
+# NumPy has no bf16 and no fp8, and copies whole numbers of the same size just as well.
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -43,6 +43,8 @@ class ResultLike(Protocol):
     @property
     def hit(self) -> bool: ...
     @property
+    def tier(self) -> str | None: ...
+    @property
     def reason(self) -> str | None: ...
 
 
@@ -62,12 +64,19 @@ class BlockNamespace(Protocol):
 
     def match(self, keys: Sequence[bytes]) -> MatchLike: ...
 
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]: ...
+
     def prefetch(
         self, keys: Sequence[bytes], *, to: str = "dram", deadline: float | None = None, priority: int = 0
     ) -> Transfer: ...
 
     def get_into(
-        self, keys: Sequence[bytes], outs: Sequence[NDArray[np.uint8]], *, timeout: float | None = None
+        self,
+        keys: Sequence[bytes],
+        outs: Sequence[NDArray[np.uint8]],
+        *,
+        layers: tuple[int, int] | None = None,
+        timeout: float | None = None,
     ) -> Sequence[ResultLike]: ...
 
     def put_many(

@@ -1,0 +1,328 @@
+"""The loop: match, decide, load and compute at the same time, write back behind it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvtier.config import Size, parse_size
+from kvtier.errors import ConfigError
+from kvtier.integrations.verbs import BlockNamespace
+from kvtier.kappa import Measured
+from kvtier.prefill.cache import Room
+from kvtier.prefill.loading import Load, MissingError, Stages, layer_groups
+from kvtier.prefill.model import forward, layout_of, namespace, synchronise, token_ids
+from kvtier.prefill.plan import Meter, plan
+from kvtier.prefill.report import PrefillReport
+from kvtier.prefill.storing import WriteBack, Writer
+from kvtier.prefill.timeline import Event, busy
+
+__all__ = ["Prefill", "PrefillEngine"]
+
+
+class Prefill(NamedTuple):
+    """The result of a prefill."""
+
+    logits: torch.Tensor
+    """``[1, vocabulary]``: of the last token of the prompt, in the model's dtype and on its device."""
+    cache: DynamicCache
+    """The KV of the whole prompt, ready for the next token."""
+    report: PrefillReport
+
+
+class PrefillEngine:
+    """Prefills of one model over one namespace, with loads, computation and write-back at the same time.
+
+    A prompt is cut into chunks of ``chunk_tokens`` from its start. Of the whole chunks that are stored, the front is
+    computed and the tail loaded, whatever is fastest by what was measured; new tokens go through the layers while later
+    layers still load. A chunk is always computed with the tokens before it and no others in sight, so its KV and the
+    logits are bit-identical to those of any other run on the same grid, in whatever order things arrive.
+
+    Args:
+        model: a loaded Hugging Face causal language model with full, sliding or latent attention.
+        store: the model's :class:`kvtier.Namespace` (see :func:`kvtier.prefill.namespace`), or a
+            :class:`kvtier.Store`, whose namespace is then made by hashing the weights, once.
+        chunk_tokens: the grid, a multiple of the layout's ``block_tokens``. Default 256.
+        timeout: seconds after which a load is given up and what is missing computed; also how long the write-back waits
+            for room. Default 30; ``None`` waits.
+        reserve_tokens: how many more tokens the returned cache takes before it has to move. Default 256.
+        measured: what was measured before, see :class:`kvtier.kappa.Measured`. Default none: the first requests
+            measure.
+        staging: memory for loads under way, see :func:`kvtier.config.parse_size`. Default 64 MiB.
+        backlog: memory of KV that may wait for its write-back; blocks beyond it are refused. Default 1 GiB.
+
+    Raises:
+        ConfigError: for a grid that blocks do not fill, or a layout that is not the model's.
+
+    A context manager; closing it waits for the write-back. Requests run one at a time; every method may be called from
+    any thread.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        store: Any,
+        *,
+        chunk_tokens: int = 256,
+        timeout: float | None = 30.0,
+        reserve_tokens: int = 256,
+        measured: Measured | None = None,
+        staging: Size = "64MiB",
+        backlog: Size = "1GiB",
+    ) -> None:
+        self.model = model
+        self.blocks: BlockNamespace = namespace(store, model) if hasattr(store, "namespace") else store
+        layout = self.blocks.layout
+        expected = layout_of(model, layout.block_tokens)
+        if layout.fingerprint() != expected.fingerprint():
+            raise ConfigError(
+                f"the namespace has {layout}, but this model keeps {expected}: make the namespace with namespace(store, model)"
+            )
+        if chunk_tokens < 1 or chunk_tokens % layout.block_tokens:
+            raise ConfigError(
+                f"chunk_tokens={chunk_tokens} is not allowed; it must be a multiple of the layout's block_tokens={layout.block_tokens}, "
+                f"for example {max(1, round(chunk_tokens / layout.block_tokens)) * layout.block_tokens}"
+            )
+        self.chunk_tokens = chunk_tokens
+        self.timeout = timeout
+        self.reserve_tokens = reserve_tokens
+        self.meter = Meter(model, measured)
+        sizes = [end - start for start, end in itertools.pairwise(layout.offsets)]
+        self.groups = layer_groups(sizes)
+        most = max(layout.offsets[group.stop] - layout.offsets[group.start] for group in self.groups)
+        self._stages = Stages(max(parse_size(staging, "staging"), 2 * most), pinned=model.device.type == "cuda")
+        batch = max(1, min(chunk_tokens // layout.block_tokens, parse_size(staging, "staging") // layout.block_bytes))
+        self._writer = Writer(self.blocks, timeout, batch, parse_size(backlog, "backlog"))
+        self._running = threading.Lock()
+
+    def run(
+        self, input_ids: Sequence[int] | torch.Tensor, *, front: int | None = None, overlap: bool = True
+    ) -> Prefill:
+        """Prefill one prompt.
+
+        Args:
+            input_ids: its tokens: ints, or an integer tensor ``[T]`` or ``[1, T]``. T is at least 1.
+            front: how many stored tokens to compute, rounded up to the grid: 0 loads all, any number as large as the
+                prompt computes all. Default: what is fastest by the measurements.
+            overlap: whether to compute while the load goes on (default), or after it.
+
+        Returns:
+            Logits, cache and report. Blocks until the logits are there; new blocks are stored in the background, see
+            ``report.stored``.
+
+        Raises:
+            ConfigError: for an empty prompt or a batch.
+            InvalidBlockError: where the model caches tensors of another shape or dtype than the layout says.
+            ClosedError: where the store is closed.
+        """
+        begun = time.perf_counter()
+        tokens = token_ids(input_ids)
+        with self._running:
+            return _Run(self, tokens, begun, front, overlap).go()
+
+    def flush(self, result: Prefill, timeout: float | None = None) -> bool:
+        """Block until the new blocks of a result are stored or refused; whether that is so."""
+        return result.report.stored.wait(timeout)
+
+    def close(self) -> None:
+        """Wait for the write-back, and end all threads. Closing twice is allowed."""
+        self._writer.close()
+        self._stages.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Run:
+    """One request, from the match to the report."""
+
+    def __init__(
+        self, engine: PrefillEngine, tokens: list[int], begun: float, front: int | None, overlap: bool
+    ) -> None:
+        self.engine = engine
+        self.tokens = tokens
+        self.begun = begun
+        self.asked = front
+        self.overlap = overlap
+        self.blocks = engine.blocks
+        self.chunk = engine.chunk_tokens
+        self.size = self.blocks.layout.block_tokens
+        self.keys = self.blocks.chain(tokens)
+        self.room = Room(self.blocks.layout, len(tokens) + engine.reserve_tokens, engine.model.device)
+        self.stored = WriteBack(begun)
+        self.events: list[Event] = []
+        self.passes: list[tuple[int, int, float]] = []
+        self.stalled = 0.0
+        self.lost = 0
+        self.new_s = self.front_s = 0.0
+
+    def go(self) -> Prefill:
+        match = self.blocks.match(self.keys)
+        cached = min(match.tokens, len(self.tokens) - 1) // self.chunk * self.chunk
+        blocks = cached // self.size
+        asked = None if self.asked is None else min(-(-self.asked // self.chunk) * self.chunk, cached)
+        chosen = plan(
+            cached,
+            len(self.tokens) - cached,
+            match.tiers[:blocks],
+            self.blocks.layout.block_bytes,
+            self.chunk,
+            len(self.engine.groups),
+            self.engine.meter.measured(),
+            asked,
+        )
+        front, why = chosen.front, chosen.why
+        if match.tokens and not cached:
+            why = f"{match.tokens} tokens are stored, which is less than a chunk of {self.chunk} before the last token"
+        deadline = None if self.engine.timeout is None else time.perf_counter() + self.engine.timeout
+        first = front // self.size
+        load = Load(
+            self.blocks,
+            self.room,
+            first,
+            self.keys[first:blocks],
+            self.engine.groups,
+            deadline,
+            self.begun,
+            self.engine._stages,
+        )
+        try:
+            if not self.overlap:
+                waited = time.perf_counter()
+                load.finish()
+                self._stall(waited, -1, (front, cached))
+            for start in range(0, front, self.chunk):
+                self._compute(start, start + self.chunk)
+            self.front_s = sum(seconds for *_, seconds in self.passes)
+            logits = self._new(cached, load)
+        finally:
+            self.room.watch(None)
+            load.stop()
+        ended = time.perf_counter()
+        if load.missing:
+            why = f"{why}; but loading failed: {load.reason}: {self.lost} tokens were computed again"
+        report = self._report(ended, match.tokens, cached, front, load, chosen.predicted, why)
+        self.engine.meter.computed(self.passes)
+        self.engine.meter.loaded(report.bytes, report.load_s)
+        return Prefill(logits, self.room.cache, report)
+
+    def _new(self, cached: int, load: Load) -> torch.Tensor:
+        """Compute the tokens behind the stored ones: the first chunk of them while layers still load."""
+        end = min(cached + self.chunk, len(self.tokens))
+        before = len(self.passes)
+        try:
+            logits = self._compute(cached, end, load if cached else None)
+        except MissingError:
+            self._recover(load)
+            before = len(self.passes)
+            logits = self._compute(cached, end)
+        self._keep(cached, end)
+        for start in range(end, len(self.tokens), self.chunk):
+            logits = self._compute(start, start + self.chunk)
+            self._keep(start, start + self.chunk)
+        self.new_s = sum(seconds for *_, seconds in self.passes[before:])
+        return logits
+
+    def _recover(self, load: Load) -> None:
+        """Compute the chunks that did not load; the others stay."""
+        waited = time.perf_counter()
+        load.finish()
+        self._stall(waited, -1, (0, 0))
+        for chunk in sorted({number * self.size // self.chunk for number in load.missing}):
+            start = chunk * self.chunk
+            self._compute(start, start + self.chunk)
+            self._keep(start, start + self.chunk)
+            self.lost += self.chunk
+
+    def _compute(self, start: int, end: int, load: Load | None = None) -> torch.Tensor:
+        """Run a chunk through the model, with the tokens before it in sight; with a load, layer by layer behind it."""
+        end = min(end, len(self.tokens))
+        self.room.fill(start)
+        marks: list[float] = []
+        stalls = 0.0
+
+        def before(layer: int) -> None:
+            nonlocal stalls
+            marks.append(time.perf_counter())
+            if load is not None and not load.ready(layer):
+                load.wait(layer)
+                stalls += self._stall(marks[-1], layer, (start, end))
+                marks[-1] = time.perf_counter()
+
+        self.room.watch(before)
+        begun = time.perf_counter()
+        logits = forward(self.engine.model, self.tokens[start:end], self.room.cache)
+        synchronise(self.engine.model.device)
+        ended = time.perf_counter()
+        # A layer is seen when it updates the cache: what lies between two updates is counted to the first of them.
+        bounds = [begun, *marks[1:], ended]
+        for layer, (since, until) in enumerate(itertools.pairwise(bounds)):
+            self.events.append(Event("compute", layer, (start, end), since - self.begun, until - self.begun))
+        self.passes.append((start, end - start, ended - begun - stalls))
+        return logits
+
+    def _stall(self, since: float, layer: int, tokens: tuple[int, int]) -> float:
+        now = time.perf_counter()
+        self.stalled += now - since
+        self.events.append(Event("stall", layer, tokens, since - self.begun, now - self.begun))
+        return now - since
+
+    def _keep(self, start: int, end: int) -> None:
+        """Have the full blocks of a chunk stored."""
+        first, last = start // self.size, min(end // self.size, len(self.keys))
+        if first < last:
+            before = self.keys[first - 1] if first else None
+            keys = self.keys[first:last]
+            self.engine._writer.submit(self.room.pairs, self.room.readers, first, keys, before, self.stored)
+
+    def _report(
+        self,
+        ended: float,
+        matched: int,
+        cached: int,
+        front: int,
+        load: Load,
+        predicted: Any,
+        why: str,
+    ) -> PrefillReport:
+        sizes: dict[str, int] = {}
+        for event in load.events:
+            sizes[str(event.tier)] = sizes.get(str(event.tier), 0) + event.bytes
+        seconds = {tier: busy(e for e in load.events if e.tier == tier) for tier in sizes}
+        reused = cached - front - self.lost
+        ttft = ended - self.begun
+        return PrefillReport(
+            tokens=len(self.tokens),
+            tokens_matched=matched,
+            tokens_reused=reused,
+            tokens_front=front,
+            tokens_lost=self.lost,
+            bytes=sizes,
+            load_s=seconds,
+            compute_s=sum(spent for *_, spent in self.passes),
+            stalled_s=self.stalled,
+            ttft_s=ttft,
+            decision="recompute" if not reused else ("split" if front else "load"),
+            why=why,
+            predicted=predicted,
+            measured={
+                "load_s": busy(load.events),
+                "front_s": self.front_s,
+                "new_s": self.new_s,
+                "ttft_s": ttft,
+            },
+            stored=self.stored,
+            timeline=tuple(sorted((*self.events, *load.events), key=lambda event: event.start_s)),
+        )

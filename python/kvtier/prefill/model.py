@@ -1,0 +1,91 @@
+"""What a prefill needs to know of a Hugging Face model: its layout, its namespace, and how to run tokens through it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvtier.errors import ConfigError
+from kvtier.identity import Identity
+from kvtier.layout import KVLayout
+
+__all__ = ["cache_argument", "forward", "layout_of", "logits_of", "namespace", "synchronise", "token_ids"]
+
+
+def namespace(store: Any, model: Any, *, block_tokens: int = 16, quota: int | None = None, **identity: Any) -> Any:
+    """The namespace of a loaded Hugging Face model in a store.
+
+    Args:
+        store: a :class:`kvtier.Store`.
+        model: a loaded causal language model.
+        block_tokens: tokens a block. Default 16.
+        quota: see :meth:`kvtier.Store.namespace`.
+        identity: fields of :class:`kvtier.identity.Identity` that a model does not tell: ``revision``, ``lora``,
+            ``salt``, or ``weights`` where the fingerprint is known already.
+
+    Blocks while it hashes the weights (about 1 s a GB) unless ``weights`` is given: do it once a model.
+
+    Raises:
+        ConfigError, UnsupportedError: see :meth:`kvtier.layout.KVLayout.from_config`.
+    """
+    return store.namespace(Identity.from_model(model, **identity), layout_of(model, block_tokens), quota=quota)
+
+
+def layout_of(model: Any, block_tokens: int = 16) -> KVLayout:
+    """The layout of the KV that transformers caches for ``model``, which must be whole: not a tensor-parallel slice."""
+    return KVLayout.from_config(model.config, dtype=model.dtype, block_tokens=block_tokens)
+
+
+def cache_argument(model: Any) -> str:
+    """What ``model.forward`` calls its cache: transformers 5.24 renamed the argument."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+@torch.no_grad()
+def forward(model: Any, tokens: Sequence[int], cache: DynamicCache) -> torch.Tensor:
+    """Run ``tokens`` after what ``cache`` holds, and add their KV to it.
+
+    Returns:
+        The logits of the last token, ``[1, vocabulary]``. Blocks, except on a GPU.
+    """
+    return logits_of(model, tokens, cache, 1)[:, -1]
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: Sequence[int], cache: DynamicCache, last: int) -> torch.Tensor:
+    """As :func:`forward`: the logits of the ``last`` tokens, ``[1, last, vocabulary]``; 0 is all."""
+    ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
+    logits: torch.Tensor = model(
+        input_ids=ids, use_cache=True, logits_to_keep=last, **{cache_argument(model): cache}
+    ).logits
+    return logits
+
+
+def token_ids(input_ids: Sequence[int] | torch.Tensor) -> list[int]:
+    """A prompt as whole numbers.
+
+    Raises:
+        ConfigError: for an empty prompt, a batch, or what is no tokens.
+    """
+    if isinstance(input_ids, torch.Tensor):
+        if input_ids.dim() == 2 and input_ids.shape[0] == 1:
+            input_ids = input_ids[0]
+        if input_ids.dim() != 1 or input_ids.is_floating_point():
+            raise ConfigError(
+                f"input_ids is a {input_ids.dtype} tensor of shape {tuple(input_ids.shape)}; allowed are integers of shape [T] or [1, T]: call prefill once a prompt"
+            )
+        input_ids = input_ids.tolist()
+    tokens = [int(token) for token in input_ids]
+    if not tokens:
+        raise ConfigError("input_ids is empty; a prompt has at least one token")
+    return tokens
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for a GPU, so that a time is the work's and not its queueing's."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,371 @@
+"""`kvtier.prefill`: overlapped and split prefills, over real stores, against the same KV held in a dict."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from kvtier import Cxl, Dram, Nvme, Store
+from kvtier.errors import ConfigError
+from kvtier.integrations.reference import DictNamespace
+from kvtier.prefill import Prefill, PrefillEngine, forward, layout_of, namespace
+from kvtier.prefill.loading import layer_groups
+from kvtier.prefill.timeline import Event, busy
+from test_prefill import CONFIGS, build, llama, unsplit
+
+CHUNK, BLOCK = 32, 16
+PROMPT = [int(t) for t in np.random.default_rng(11).integers(0, 256, 210)]
+CACHED = 192
+WAIT = 60.0
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build(llama())
+
+
+def same(one: Prefill, other: Prefill) -> None:
+    """Logits and KV of two runs are the same bits."""
+    assert torch.equal(one.logits, other.logits)
+    for mine, theirs in zip(one.cache.layers, other.cache.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys)
+        assert torch.equal(mine.values, theirs.values)
+
+
+@contextmanager
+def store_of(kind: str, place: Path) -> Iterator[Store]:
+    tiers: dict[str, tuple[Any, ...]] = {
+        "dram": (Dram("32MiB"),),
+        "cxl": (Dram("1MiB"), Cxl("32MiB", path=place / "cxl")),
+        "nvme": (Dram("8MiB"), Nvme(place / "nvme", "64MiB")),
+    }
+    if kind == "cxl":
+        (place / "cxl").write_bytes(bytes(32 << 20))
+    else:
+        (place / "nvme").mkdir(exist_ok=True)
+    with Store(*tiers[kind]) as store:
+        yield store
+
+
+@pytest.mark.parametrize("block", [BLOCK, 128], ids=["small-blocks", "segmented-blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_way_gives_the_bits_of_a_dict(name: str, dtype: torch.dtype, block: int, tmp_path: Path) -> None:
+    """Serial, pipelined and split, from DRAM, and from NVMe after a restart. INV 1."""
+    model = build(CONFIGS[name](), dtype)
+    chunk = max(CHUNK, block)
+    prompt = (PROMPT * 3)[: 6 * chunk + 18] if block == BLOCK else (PROMPT * 3)[: 3 * chunk + 18]
+    usable = len(prompt) // chunk * chunk
+    with PrefillEngine(model, DictNamespace(layout_of(model, block)), chunk_tokens=chunk) as engine:
+        cold = engine.run(prompt)
+        assert engine.flush(cold)
+        reference = engine.run(prompt, front=0, overlap=False)
+    same(reference, cold)
+    ways: list[dict[str, Any]] = [
+        {"overlap": False},
+        {},
+        {"front": chunk},
+        {"front": usable - chunk},
+        {"front": usable},
+    ]
+    with store_of("nvme", tmp_path) as store:
+        blocks = namespace(store, model, block_tokens=block, weights=b"tests")
+        with PrefillEngine(model, blocks, chunk_tokens=chunk) as engine:
+            same(engine.run(prompt), reference)
+        with PrefillEngine(model, blocks, chunk_tokens=chunk) as engine:
+            for way in ways:
+                warm = engine.run(prompt, **{"front": 0} | way)
+                same(warm, reference)
+                assert warm.report.tokens_reused == usable - way.get("front", 0)
+                assert set(warm.report.bytes) == ({"dram"} if warm.report.tokens_reused else set())
+    for way in ways:
+        with store_of("nvme", tmp_path) as store:  # empty memory: what is there comes from the disk
+            blocks = namespace(store, model, block_tokens=block, weights=b"tests")
+            with PrefillEngine(model, blocks, chunk_tokens=chunk) as engine:
+                warm = engine.run(prompt, **{"front": 0} | way)
+            same(warm, reference)
+            assert warm.report.tokens_reused == usable - way.get("front", 0)
+            if warm.report.tokens_reused:
+                assert "nvme" in warm.report.bytes
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(reference.logits, unsplit(model, prompt), atol=tolerance, rtol=tolerance)
+
+
+def test_cxl_memory_gives_the_same_bits(model: Any, tmp_path: Path) -> None:
+    with store_of("cxl", tmp_path) as store:
+        blocks = namespace(store, model, weights=b"tests")
+        with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+            cold = engine.run(PROMPT)
+            assert engine.flush(cold)
+            # Push the prompt's blocks down with others.
+            others = [PROMPT[::-1], *([(t + i) % 256 for t in PROMPT] for i in range(1, 24))]
+            for other in others:
+                engine.flush(engine.run(other))
+            warm = engine.run(PROMPT, front=0)
+            same(warm, cold)
+            assert "cxl" in warm.report.bytes
+
+
+@dataclass
+class Held(DictNamespace):
+    """Loads that arrive when they are let go: ``gate(layers)`` blocks until then."""
+
+    gate: Callable[[tuple[int, int]], None] = lambda layers: None
+    loaded: list[tuple[int, int]] = field(default_factory=list)
+
+    def get_into(
+        self,
+        keys: Sequence[bytes],
+        outs: Sequence[NDArray[np.uint8]],
+        *,
+        layers: tuple[int, int] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        assert layers is not None
+        self.gate(layers)
+        results = super().get_into(keys, outs, layers=layers, timeout=timeout)
+        self.loaded.append(layers)
+        return results
+
+
+@pytest.fixture
+def stored(model: Any) -> DictNamespace:
+    blocks = DictNamespace(layout_of(model, BLOCK))
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        engine.flush(engine.run(PROMPT))
+    return blocks
+
+
+@contextmanager
+def after_layers(model: Any, note: Callable[[int], None]) -> Iterator[None]:
+    """Tells of each layer that the model has computed."""
+    hooks = [
+        layer.register_forward_hook(lambda *_, number=number: note(number))
+        for number, layer in enumerate(model.model.layers)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_a_layer_is_computed_while_the_next_one_still_loads(model: Any, stored: DictNamespace) -> None:
+    computed = [threading.Event() for _ in range(3)]
+
+    def gate(layers: tuple[int, int]) -> None:
+        # Layer n arrives only once layer n - 1 has been computed: an engine that loads first would never end.
+        if layers[0]:
+            assert computed[layers[0] - 1].wait(WAIT)
+
+    held = Held(stored.layout, stored.blocks, gate=gate)
+    with PrefillEngine(model, stored, chunk_tokens=CHUNK) as engine:
+        reference = engine.run(PROMPT, front=0)
+    with PrefillEngine(model, held, chunk_tokens=CHUNK) as engine, after_layers(model, lambda n: computed[n].set()):
+        warm = engine.run(PROMPT, front=0)
+    same(warm, reference)
+    assert held.loaded == [(0, 1), (1, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("order", ["tail-first", "front-first", "layer-by-layer", "tail-last"])
+def test_the_front_and_the_tail_may_arrive_in_any_order(model: Any, stored: DictNamespace, order: str) -> None:
+    """The front is computed while the tail loads; each is placed where it belongs, whatever comes first."""
+    front, done, passed = 3, threading.Condition(), [0, 0]  # layers loaded, layers computed
+    layers = len(model.model.layers)
+
+    def until(which: int, count: int) -> None:
+        with done:
+            assert done.wait_for(lambda: passed[which] >= count, WAIT)
+
+    def gate(part: tuple[int, int]) -> None:
+        if order == "front-first":
+            until(1, front * layers)
+        elif order == "tail-last":
+            until(1, front * layers + part[0])
+        elif order == "layer-by-layer":
+            until(1, part[0] + 1)
+
+    class Counted(Held):
+        def get_into(self, *args: Any, **kwargs: Any) -> Any:
+            results = super().get_into(*args, **kwargs)
+            with done:
+                passed[0] += 1
+                done.notify_all()
+            return results
+
+    def computed(layer: int) -> None:
+        if order == "tail-first":
+            until(0, layers)
+        with done:
+            passed[1] += 1
+            done.notify_all()
+
+    held = Counted(stored.layout, stored.blocks, gate=gate)
+    with PrefillEngine(model, stored, chunk_tokens=CHUNK) as engine:
+        reference = engine.run(PROMPT, front=0, overlap=False)
+    with PrefillEngine(model, held, chunk_tokens=CHUNK) as engine, after_layers(model, computed):
+        warm = engine.run(PROMPT, front=front * CHUNK)
+    same(warm, reference)
+    assert warm.report.decision == "split"
+    assert (warm.report.tokens_front, warm.report.tokens_reused) == (front * CHUNK, CACHED - front * CHUNK)
+
+
+@pytest.mark.parametrize("front", [0, 2 * CHUNK])
+def test_a_load_that_is_late_is_given_up(model: Any, tmp_path: Path, front: int) -> None:
+    with store_of("nvme", tmp_path) as store:
+        blocks = namespace(store, model, weights=b"tests")
+        with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+            cold = engine.run(PROMPT)
+    size = blocks.layout.block_bytes
+    with Store(Dram("8MiB"), Nvme(tmp_path / "nvme", "64MiB", emulate_gbs=0.001)) as store:
+        # One block alone takes ten times the deadline here.
+        assert size >= 12_000
+        blocks = namespace(store, model, weights=b"tests")
+        with PrefillEngine(model, blocks, chunk_tokens=CHUNK, timeout=1e-3) as engine:
+            late = engine.run(PROMPT, front=front)
+    same(late, cold)
+    assert late.report.tokens_lost > 0
+    assert "deadline" in late.report.why
+    assert late.report.tokens_reused + late.report.tokens_lost == CACHED - front
+
+
+def test_a_failure_while_the_front_is_computed_costs_what_failed(model: Any, stored: DictNamespace) -> None:
+    lost = stored.chain(PROMPT)[9]
+    blocks = {key: block for key, block in stored.blocks.items() if key != lost}
+
+    class Forgetful(DictNamespace):
+        def match(self, keys: Sequence[bytes]) -> Any:
+            return stored.match(keys)
+
+    with PrefillEngine(model, stored, chunk_tokens=CHUNK) as engine:
+        reference = engine.run(PROMPT, front=0)
+    forgetful = Forgetful(stored.layout, blocks)
+    with PrefillEngine(model, forgetful, chunk_tokens=CHUNK) as engine:
+        warm = engine.run(PROMPT, front=2 * CHUNK)
+        engine.flush(warm)
+    same(warm, reference)
+    assert warm.report.tokens_lost == CHUNK
+    assert warm.report.tokens_reused == CACHED - 3 * CHUNK
+    assert lost in forgetful.blocks  # and is stored again
+    assert warm.report.blocks_stored == 1
+
+
+def test_the_write_back_is_behind_the_computation(model: Any) -> None:
+    """The logits are there before anything is stored, and a cache that is overwritten does not change what is stored."""
+    gate = threading.Event()
+
+    class Slow(DictNamespace):
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            assert gate.wait(WAIT)
+            return super().contains(keys)
+
+    slow = Slow(layout_of(model, BLOCK))
+    with PrefillEngine(model, slow, chunk_tokens=CHUNK) as engine:
+        result = engine.run(PROMPT)
+        assert not slow.blocks
+        assert not engine.flush(result, timeout=0)
+        expected = [layer.keys[:, :, :208].clone() for layer in result.cache.layers]
+        result.cache.crop(-len(PROMPT) + 5)
+        overwriter = threading.Thread(target=forward, args=(model, [1] * 50, result.cache))
+        overwriter.start()  # waits, for the tokens from 5 on are still to be copied
+        gate.set()
+        overwriter.join(WAIT)
+        assert engine.flush(result)
+        assert result.report.blocks_stored == len(PROMPT) // BLOCK
+        again = engine.run(PROMPT, front=0)
+    for layer, keys in zip(again.cache.layers, expected, strict=True):
+        assert torch.equal(layer.keys[:, :, :CACHED], keys[:, :, :CACHED])
+
+
+def test_a_backlog_is_bounded_and_what_is_beyond_it_is_refused(model: Any) -> None:
+    gate = threading.Event()
+
+    class Slow(DictNamespace):
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            assert gate.wait(WAIT)
+            return super().contains(keys)
+
+    slow = Slow(layout_of(model, BLOCK))
+    long = [int(t) for t in np.random.default_rng(5).integers(0, 256, 500)] * 4
+    wide = build(llama(num_hidden_layers=12, max_position_embeddings=4096))
+    slow.layout = layout_of(wide, BLOCK)
+    with PrefillEngine(wide, slow, chunk_tokens=256, backlog="1MiB") as engine:
+        result = engine.run(long)
+        gate.set()
+        engine.flush(result)
+    room = (1 << 20) // (slow.layout.block_bytes * 16) * 16
+    assert result.report.blocks_stored == room == len(slow.blocks)
+    assert result.report.blocks_refused == len(long) // BLOCK - room > 0
+
+
+def test_it_learns_and_decides(model: Any, tmp_path: Path) -> None:
+    """The first requests measure; then a store that is far too slow is declined, and says why."""
+    with (
+        store_of("nvme", tmp_path) as store,
+        PrefillEngine(model, namespace(store, model, weights=b"tests"), chunk_tokens=CHUNK) as engine,
+    ):
+        engine.run(PROMPT)
+    with Store(Dram("8MiB"), Nvme(tmp_path / "nvme", "64MiB", emulate_gbs=0.001)) as store:
+        blocks = namespace(store, model, weights=b"tests")
+        with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+            assert engine.meter.measured() is None
+            engine.run(PROMPT[::-1])
+            engine.meter.loaded({"nvme": 1000}, {"nvme": 1000.0})
+            report = engine.run(PROMPT).report
+    assert report.decision == "recompute"
+    assert report.tokens_front == CACHED
+    assert report.bytes == {}
+    assert "recompute" in report.why
+    assert "load" in report.why
+    assert set(report.predicted) == set(report.measured) == {"load_s", "front_s", "new_s", "ttft_s"}
+
+
+def test_the_timeline_is_complete(model: Any, stored: DictNamespace) -> None:
+    with PrefillEngine(model, stored, chunk_tokens=CHUNK) as engine:
+        report = engine.run(PROMPT, front=CHUNK).report
+        report.stored.wait()
+    computed = [event for event in report.timeline if event.kind == "compute"]
+    assert [(event.layer, event.tokens) for event in computed] == [
+        (layer, span) for span in [(0, 32), (192, 210)] for layer in range(3)
+    ]
+    loads = [event for event in report.timeline if event.kind == "load"]
+    assert sum(event.bytes for event in loads) == report.bytes["dict"] == 160 * stored.layout.bytes_per_token
+    assert sorted(event.layer for event in loads) == [0, 1, 2]
+    trace = json.loads(report.chrome_trace())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in trace) == len(report.timeline) + len(report.stored.events)
+    plain = json.dumps(report.to_dict())
+    assert "blocks_stored" in plain
+
+
+def test_busy_time_is_a_union() -> None:
+    events = [Event("load", 0, (0, 1), *span) for span in [(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.8)]]
+    assert busy(events) == pytest.approx(4.0)
+    assert busy([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [([4096] * 3, [1, 1, 1]), ([4096] * 32, [4] * 8), ([65536] * 16, [1] * 16), ([24576] * 30, [3] * 10)],
+)
+def test_layers_load_in_groups_of_a_useful_size(sizes: list[int], expected: list[int]) -> None:
+    groups = layer_groups(sizes)
+    assert [len(group) for group in groups] == expected
+    assert [layer for group in groups for layer in group] == list(range(len(sizes)))
+
+
+def test_bad_settings_are_refused(model: Any) -> None:
+    blocks = DictNamespace(layout_of(model, BLOCK))
+    with pytest.raises(ConfigError, match="chunk_tokens=24"):
+        PrefillEngine(model, blocks, chunk_tokens=24)
+    with pytest.raises(ConfigError, match="staging"):
+        PrefillEngine(model, blocks, staging="ten")
