@@ -20,6 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.integrations.reference import DictNamespace
 from kvtier.prefill import Prefill, PrefillEngine, forward, layout_of, namespace
 from kvtier.prefill.loading import layer_groups
+from kvtier.prefill.plan import Meter, plan
 from kvtier.prefill.timeline import Event, busy
 from test_prefill import CONFIGS, build, llama, unsplit
 
@@ -369,3 +370,64 @@ def test_bad_settings_are_refused(model: Any) -> None:
         PrefillEngine(model, blocks, chunk_tokens=24)
     with pytest.raises(ConfigError, match="staging"):
         PrefillEngine(model, blocks, staging="ten")
+
+
+def test_the_meter_finds_what_passes_take(model: Any) -> None:
+    """F + a·T + b·T·K, from passes that take exactly that."""
+    meter = Meter(model, CHUNK)
+    meter.loaded({"dram": 3000}, {"dram": 1.5})
+
+    def seconds(cached: int, new: int) -> float:
+        return 2.0 + 0.25 * new + 1e-3 * new * cached
+
+    meter.computed([(at, CHUNK, seconds(at, CHUNK)) for at in range(0, 320, CHUNK)])
+    measured = meter.measured()
+    assert measured is not None
+    # Passes of one length say nothing of f; what they do say is right.
+    assert measured.prefill.last(96, CHUNK) == pytest.approx(seconds(96, CHUNK))
+    meter.computed([(192, 5, seconds(192, 5))])
+    measured = meter.measured()
+    assert measured is not None
+    assert measured.prefill.last(64, 9) == pytest.approx(seconds(64, 9))
+    assert measured.rates["dram"][0] == pytest.approx(1 / 2000)
+
+
+def test_a_rate_that_is_not_used_is_measured_again(model: Any) -> None:
+    """Else one slow load would decline a tier for ever."""
+    meter = Meter(model, CHUNK)
+    meter.computed([(0, CHUNK, 1.0)])
+    meter.loaded({"nvme": 1000, "dram": 1000}, {"nvme": 1000.0, "dram": 1.0})
+    for _ in range(16):
+        measured = meter.measured()
+        assert measured is not None
+        assert "nvme" in measured.rates
+        meter.loaded({"dram": 1000}, {"dram": 1.0})
+    measured = meter.measured()
+    assert measured is not None
+    assert set(measured.rates) == {"dram"}
+
+
+@pytest.mark.parametrize("front", [None, 0, 64, 128])
+@pytest.mark.parametrize("rate", [1e2, 1e4, 2e4, 1e5, 1e7])
+def test_the_plan_is_the_best_of_all(model: Any, rate: float, front: int | None) -> None:
+    meter = Meter(model, CHUNK)
+    meter.computed([(0, CHUNK, 1.0), (64, CHUNK, 1.2), (64, 4, 0.2)])
+    meter.loaded({"dram": int(rate)}, {"dram": 1.0})
+    measured = meter.measured()
+    assert measured is not None
+    chosen = plan(128, 10, ["dram"] * 8, 10_000, CHUNK, 4, measured, front)
+
+    def ttft(chunks: int) -> float:
+        load, first, after = (
+            (4 - chunks) * 2 * 10_000 / rate,
+            measured.prefill.prefix(chunks * CHUNK),
+            measured.prefill.last(128, 10),
+        )
+        return max(first + after, load + after / 4) if load else first + after
+
+    if front is not None:
+        assert chosen.front == front
+    best = min(ttft(chunks) for chunks in range(5)) if front is None else ttft(front // CHUNK)
+    assert best * (1 - 1e-9) <= chosen.predicted["ttft_s"] <= best / (1 - 0.02) ** 4
+    assert chosen.predicted["ttft_s"] == pytest.approx(ttft(chosen.front // CHUNK))
+    assert chosen.action == {0: "load", 128: "recompute"}.get(chosen.front, "split")

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import DynamicCache
 
 from kvtier.config import Dram, Nvme
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.identity import Identity
-from kvtier.integrations.tensors import BlockBuffer, layer_shapes, torch_dtype
-from kvtier.integrations.transformers import _RoomyLayer, forward, layout_of
+from kvtier.integrations.tensors import BlockBuffer
+from kvtier.prefill import forward, layout_of
+from kvtier.prefill.cache import Room
 from kvtier.store import Namespace, Store
 
 __all__ = ["Rig", "RigTier"]
@@ -54,14 +54,12 @@ class Rig:
         count = tokens // self.layout.block_tokens
         numbers = random.Random(1)
         self.prompt = [numbers.randrange(model.config.vocab_size) for _ in range(tokens + room)]
-        self.layers = [
-            _RoomyLayer(shape, tokens + room, torch_dtype(self.layout), model.device)
-            for shape in layer_shapes(self.layout)
-        ]
+        self.kv = Room(self.layout, tokens + room, model.device)
+        self.layers = self.kv.layers
         self.seconds(lambda: self._compute(0, tokens))
         self.source, self.buffer = BlockBuffer(self.layout, count), BlockBuffer(self.layout, count)
         for buffer in (self.source, self.buffer):
-            buffer.read_from(self._tensors, 0, count)
+            buffer.read_from(self.kv.pairs, 0, count)
         self.identity = Identity(b"calibration")
         self.directory = directory
         with self._store(Dram(self.room), Nvme(directory, self.room)) as blocks:
@@ -72,10 +70,6 @@ class Rig:
     def room(self) -> int:
         """Bytes of a tier that holds all blocks."""
         return self.layout.bytes_per_token * self.tokens * 5 // 4 + _SLACK
-
-    @property
-    def _tensors(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [layer.room for layer in self.layers]
 
     def seconds(self, work: Callable[[], object]) -> float:
         """What ``work`` takes until the device has done it: by CUDA events where there is a GPU."""
@@ -135,12 +129,9 @@ class Rig:
         return self.seconds(lambda: self._compute(cached, new))
 
     def _compute(self, cached: int, new: int) -> None:
-        for layer in self.layers:
-            layer.fill(cached)
-        cache = DynamicCache()
-        cache.layers = list(self.layers)
+        self.kv.fill(cached)
         for start in range(cached, cached + new, self.chunk):
-            forward(self.model, self.prompt[start : min(start + self.chunk, cached + new)], cache)
+            forward(self.model, self.prompt[start : min(start + self.chunk, cached + new)], self.kv.cache)
 
     def fetch(self, blocks: Namespace, keys: Sequence[bytes], tier: RigTier) -> float:
         """Seconds to get blocks into the buffer on the host, checked to come from ``tier``."""
@@ -166,7 +157,7 @@ class Rig:
 
     def copy(self, count: int) -> float:
         """Seconds to copy the buffer's first ``count`` blocks into the model's tensors."""
-        return self.seconds(lambda: self.buffer.write_to(self._tensors, 0, count))
+        return self.seconds(lambda: self.buffer.write_to(self.kv.pairs, 0, count))
 
     def serial(self, blocks: Namespace, cached: int, new: int, tier: RigTier) -> float:
         """Seconds to the first token: look up, load ``cached`` tokens into the model's tensors, then compute ``new``."""
@@ -176,7 +167,7 @@ class Rig:
             if blocks.match(keys).tokens != cached:
                 raise KvtierError(f"the store does not hold the first {cached} tokens")
             self._fetch(blocks, keys, tier)
-            self.buffer.write_to(self._tensors, 0, len(keys))
+            self.buffer.write_to(self.kv.pairs, 0, len(keys))
             self._compute(cached, new)
 
         return self.seconds(run)

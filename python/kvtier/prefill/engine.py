@@ -93,7 +93,7 @@ class PrefillEngine:
         self.chunk_tokens = chunk_tokens
         self.timeout = timeout
         self.reserve_tokens = reserve_tokens
-        self.meter = Meter(model, measured)
+        self.meter = Meter(model, chunk_tokens, measured)
         sizes = [end - start for start, end in itertools.pairwise(layout.offsets)]
         self.groups = layer_groups(sizes)
         most = max(layout.offsets[group.stop] - layout.offsets[group.start] for group in self.groups)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import numpy as np
 
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.kappa import Decision, Measured, MeasuredTier, ModelSpec, Request, Residency, decide
 from kvtier.kappa.cost import flops, weight_bytes
 from kvtier.kappa.measured import TIERS
+from kvtier.kappa.passes import Passes
 
 __all__ = ["Meter", "Plan", "plan"]
 
@@ -19,6 +24,8 @@ _MEMORY = 0.7
 """What a sum keeps of the past with each request: about the last three count."""
 _STALE = 16
 """Decisions after which the rate of a tier that was not used meanwhile is measured again."""
+_PASSES = 64
+"""Passes that the fit of the computation follows."""
 _MARGIN = 0.02
 """The share by which computing more than the new tokens must be faster than not doing so."""
 
@@ -40,37 +47,30 @@ class _Rate:
 class Meter:
     """Live measurements of one model on one store.
 
+    A pass of T tokens behind K cached ones takes about ``f + a·T + b·T·K``: weights to stream, work of each token, and its
+    attention to those before it. The three follow the last passes by least squares.
+
     Args:
         model: a Hugging Face model.
+        chunk: tokens of the longest pass.
         start: what was measured before, if anything; live figures replace it as they come.
     """
 
-    def __init__(self, model: Any, start: Measured | None = None) -> None:
+    def __init__(self, model: Any, chunk: int, start: Measured | None = None) -> None:
         self._start = start
         try:
             self.spec: ModelSpec | None = start.model if start else ModelSpec.from_config(model.config)
         except (ConfigError, UnsupportedError):
             self.spec = None  # a model that the cost model does not know: everything stored is loaded
-        self._itemsize = model.dtype.itemsize
-        self._compute = _Rate()
-        self._smallest: tuple[int, float] | None = None
+        self._chunk = chunk
+        self._passes: deque[tuple[int, int, float]] = deque(maxlen=_PASSES)
         self._tiers: dict[str, _Rate] = {}
         self._lock = threading.Lock()
 
     def computed(self, passes: Sequence[tuple[int, int, float]]) -> None:
         """Count the passes of a request: tokens before it, tokens in it, seconds."""
-        if self.spec is None or not passes:
-            return
-        largest = max(new for _, new, _ in passes)
         with self._lock:
-            # Short passes stream weights rather than compute: they bound the memory's rate instead.
-            long = [(cached, new, seconds) for cached, new, seconds in passes if 2 * new >= largest and new >= 32]
-            if long:
-                work = sum(float(flops(self.spec, cached, new, head=False).total) for cached, new, _ in long)
-                self._compute.add(work, sum(seconds for *_, seconds in long))
-            _, new, seconds = min(passes, key=lambda each: each[1])
-            if self._smallest is None or new <= self._smallest[0]:
-                self._smallest = new, seconds
+            self._passes.extend(passes)
 
     def loaded(self, sizes: Mapping[str, int], seconds: Mapping[str, float]) -> None:
         """Count what a request loaded from each tier, and how long that tier was busy."""
@@ -82,7 +82,8 @@ class Meter:
     def measured(self) -> Measured | None:
         """All of it for :func:`kvtier.kappa.decide`; ``None`` before the first computation and load."""
         with self._lock:
-            tiers = {tier.kind: tier for tier in self._start.tiers} if self._start else {}
+            start, spec = self._start, self.spec
+            tiers = {tier.kind: tier for tier in start.tiers} if start else {}
             for kind, rate in list(self._tiers.items()):
                 rate.idle += 1
                 if rate.idle > _STALE:
@@ -90,21 +91,42 @@ class Meter:
                     tiers.pop(kind, None)
                 else:
                     tiers[kind] = MeasuredTier(kind, rate.work / rate.seconds)
-            start, spec = self._start, self.spec
-            if spec is None or not tiers or not (self._compute.seconds or start):
+            if spec is None or not tiers or not (self._passes or start):
                 return None
-            if self._compute.seconds:
-                rate_c = self._compute.work / self._compute.seconds
-            else:
+            if not self._passes:
                 assert start is not None
-                rate_c = start.flops_per_s
-            if self._smallest is not None:
-                new, seconds = self._smallest
-                memory = float(weight_bytes(spec, new)) * (self._itemsize / spec.weight_bytes) / seconds
-            else:
-                assert start is not None
-                memory = start.memory_bytes_per_s
-            return Measured(spec, rate_c, memory, tuple(tiers.values()), datetime.date.today().isoformat())
+                return replace(start, tiers=tuple(tiers.values()))
+            table = self._table()
+        one, chunk = table.seconds[0]
+        return Measured(
+            spec,
+            float(flops(spec, 0, self._chunk, head=False).total) / chunk,
+            float(weight_bytes(spec, 1)) / one,
+            tuple(tiers.values()),
+            datetime.date.today().isoformat(),
+            passes=table,
+        )
+
+    def _table(self) -> Passes:
+        """The fit as a table, which is linear in K and in T between its points, as the fit is."""
+        cached, new, seconds = np.array(self._passes, np.float64).T
+        terms = np.stack([np.ones_like(new), new, new * cached], 1)
+        # What did not vary cannot be told apart: passes of one length say nothing of f, those behind one K nothing of b.
+        told = [i for i, varies in enumerate((len({*new}) > 1, True, len({*cached}) > 1)) if varies]
+        best, fit = np.inf, np.zeros(3)
+        # Nothing takes a negative time: the best fit lies inside, or where some of the three are 0.
+        for used in (list(some) for count in range(1, 4) for some in itertools.combinations(told, count)):
+            # In shares of what was measured, or short passes would not count.
+            shares = terms[:, used] / seconds[:, None]
+            found = np.linalg.lstsq(shares, np.ones_like(seconds), rcond=None)[0]
+            error = float(np.square(shares @ found - 1).sum())
+            if (found >= 0).all() and error < best:
+                best, fit = error, np.zeros(3)
+                fit[used] = found
+        fixed, each, pair = map(float, fit)
+        far = max(int(cached.max()), self._chunk)
+        rows = [[max(fixed + t * (each + pair * k), 1e-9) for t in (1, self._chunk)] for k in (0, far)]
+        return Passes((0, far), (1, self._chunk), tuple(map(tuple, rows)))
 
 
 @dataclass(frozen=True)
@@ -189,12 +211,12 @@ def plan(
     action = _action(chosen * grid, cached)
     others = {"load": total(0), "recompute": total(len(loads) - 1)}
     if front is not None:
-        why = "as asked"
+        why = f"as asked{measured.mark}"
     elif action == "split":
-        why = f"computing {chosen * grid} of {cached} stored tokens while the rest loads: {terms['ttft_s']:.3g} s, {min(others.values()):.3g} s otherwise"
+        why = f"computing {chosen * grid} of {cached} stored tokens while the rest loads: {terms['ttft_s']:.3g} s, {min(others.values()):.3g} s otherwise{measured.mark}"
     else:
         other = "recompute" if action == "load" else "load"
-        why = f"to {action} all {cached} stored tokens takes {others[action]:.3g} s to the first token, to {other} them {others[other]:.3g} s"
+        why = f"to {action} all {cached} stored tokens takes {others[action]:.3g} s to the first token, to {other} them {others[other]:.3g} s{measured.mark}"
     return Plan(chosen * grid, action, why, terms, decision)
 
 
