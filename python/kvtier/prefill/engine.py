@@ -193,6 +193,7 @@ class _Run:
             self.room,
             first,
             self.keys[first:blocks],
+            match.tiers[first:blocks],
             self.engine.groups,
             deadline,
             self.begun,

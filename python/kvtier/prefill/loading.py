@@ -80,9 +80,11 @@ class Load:
         room: where to.
         first: the number of the first block.
         keys: of consecutive blocks.
+        tiers: where each of them was found; once a part of a small block was read, all of it is in memory.
         groups: layers to load together, first to last.
         deadline: ``time.perf_counter()`` after which nothing is waited for; ``None`` for never.
         begun: when the request began, for the timeline.
+        stages: staging memory and threads.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Load:
         room: Room,
         first: int,
         keys: Sequence[bytes],
+        tiers: Sequence[str],
         groups: Sequence[range],
         deadline: float | None,
         begun: float,
@@ -100,6 +103,7 @@ class Load:
         self._room = room
         self._first = first
         self._keys = keys
+        self._tiers = tiers
         self._deadline = deadline
         self._begun = begun
         self._changed = threading.Condition()
@@ -204,10 +208,9 @@ class Load:
         ended = time.perf_counter()
         begins, ends = begun - self._begun, ended - self._begun
         sizes: dict[str, int] = {}
-        for result in results:
+        for i, result in zip(wanted, results, strict=True):
             if result.hit:
-                tier = result.tier or "unknown"
-                sizes[tier] = sizes.get(tier, 0) + rows[0].nbytes
+                sizes[self._tiers[i]] = sizes.get(self._tiers[i], 0) + rows[0].nbytes
         span = (self._first + wanted[0]) * size, (self._first + wanted[-1] + 1) * size
         with self._changed:
             self.events += [Event("load", group.start, span, begins, ends, tier, n) for tier, n in sizes.items()]
