@@ -59,7 +59,7 @@ class RoomyLayer(DynamicLayer):
         self.room = pair
         self.device = pair[0].device
         self.is_initialized = True
-        self._readers = readers
+        self.readers = readers
         self.before: Callable[[int], None] | None = None
         """Called with the layer's number before each update, while a request runs."""
         self.fill(0)
@@ -88,15 +88,15 @@ class RoomyLayer(DynamicLayer):
                     f"the model caches {new.dtype} tensors of shape {tuple(new.shape)}, the layout has {room.dtype} with {room.shape[1]} heads "
                     f"of {room.shape[3]}: this version of transformers keeps this model's KV in a way that kvtier does not know"
                 )
-        if start < self._readers.end:
-            self._readers.wait()
+        if start < self.readers.end:
+            self.readers.wait()
         for room, new in zip(self.room, (key_states, value_states), strict=True):
             room[:, :, start:end] = new
         self.fill(end)
         return self.keys, self.values
 
     def reset(self) -> None:  # noqa: D102
-        self._readers.wait()
+        self.readers.wait()
         super().reset()
 
 

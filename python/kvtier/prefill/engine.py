@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -16,7 +17,8 @@ from kvtier.config import Size, parse_size
 from kvtier.errors import ConfigError
 from kvtier.integrations.verbs import BlockNamespace
 from kvtier.kappa import Measured
-from kvtier.prefill.cache import Room
+from kvtier.prefill.ahead import Lookahead
+from kvtier.prefill.cache import Room, RoomyLayer
 from kvtier.prefill.loading import Load, MissingError, Stages, layer_groups
 from kvtier.prefill.model import forward, layout_of, namespace, synchronise, token_ids
 from kvtier.prefill.plan import Meter, plan
@@ -57,6 +59,7 @@ class PrefillEngine:
             measure.
         staging: memory for loads under way, see :func:`kvtier.config.parse_size`. Default 64 MiB.
         backlog: memory of KV that may wait for its write-back; blocks beyond it are refused. Default 1 GiB.
+        lookahead: memory of the store that may be filled ahead for requests that wait, see :meth:`submit`. Default 256 MiB.
 
     Raises:
         ConfigError: for a grid that blocks do not fill, or a layout that is not the model's.
@@ -76,6 +79,7 @@ class PrefillEngine:
         measured: Measured | None = None,
         staging: Size = "64MiB",
         backlog: Size = "1GiB",
+        lookahead: Size = "256MiB",
     ) -> None:
         self.model = model
         self.blocks: BlockNamespace = namespace(store, model) if hasattr(store, "namespace") else store
@@ -101,6 +105,9 @@ class PrefillEngine:
         batch = max(1, min(chunk_tokens // layout.block_tokens, parse_size(staging, "staging") // layout.block_bytes))
         self._writer = Writer(self.blocks, timeout, batch, parse_size(backlog, "backlog"))
         self._running = threading.Lock()
+        self._ahead = Lookahead(self.blocks, parse_size(lookahead, "lookahead"), timeout)
+        self._numbers = itertools.count()
+        self._queue = ThreadPoolExecutor(1, thread_name_prefix="kvtier-prefill")
 
     def run(
         self, input_ids: Sequence[int] | torch.Tensor, *, front: int | None = None, overlap: bool = True
@@ -127,12 +134,103 @@ class PrefillEngine:
         with self._running:
             return _Run(self, tokens, begun, front, overlap).go()
 
+    def submit(
+        self, input_ids: Sequence[int] | torch.Tensor, *, front: int | None = None, overlap: bool = True
+    ) -> Future[Prefill]:
+        """As :meth:`run`, in the background: requests run in the order in which they were submitted, and while one runs,
+        what the next ones need is fetched from NVMe to memory, as far as ``lookahead`` goes.
+
+        Does not block. The future's ``result()`` is the prefill.
+        """
+        tokens = token_ids(input_ids)
+        number = next(self._numbers)
+
+        def work() -> Prefill:
+            self._ahead.take(number)
+            return self.run(tokens, front=front, overlap=overlap)
+
+        future = self._queue.submit(work)
+        self._ahead.add(number, self.blocks.chain(tokens))
+        if future.done() or future.running():
+            self._ahead.take(number)
+        return future
+
+    def step(self, token: int, cache: DynamicCache) -> torch.Tensor:
+        """Compute one more token behind a cache, between other requests; its logits, ``[1, vocabulary]``. Blocks."""
+        with self._running:
+            return forward(self.model, [token], cache)
+
+    def generate(
+        self,
+        input_ids: Sequence[int] | torch.Tensor,
+        max_new_tokens: int,
+        *,
+        stop: Collection[int] = (),
+        pick: Callable[[torch.Tensor], int] | None = None,
+    ) -> Iterator[int]:
+        """Prefill a prompt and go on from there, token by token. Blocks that fill up on the way are stored.
+
+        Args:
+            input_ids: as for :meth:`run`.
+            max_new_tokens: how many at most.
+            stop: tokens that end it; they are not given.
+            pick: makes a token of logits ``[1, vocabulary]``. Default: the largest.
+
+        Returns:
+            An iterator of tokens. Blocks while each is computed. Whoever stops early closes it.
+        """
+        tokens = token_ids(input_ids)
+        logits, cache, _ = self.run(tokens)
+        size, kept = self.blocks.layout.block_tokens, len(tokens)
+        try:
+            for _ in range(max_new_tokens):
+                token = int(logits.argmax()) if pick is None else pick(logits)
+                if token in stop:
+                    return
+                yield token
+                logits = self.step(token, cache)
+                tokens.append(token)
+                if len(tokens) - kept >= size:
+                    self.keep(tokens, cache)
+                    kept = len(tokens)
+        finally:
+            self.keep(tokens, cache)
+
+    def keep(self, input_ids: Sequence[int] | torch.Tensor, cache: DynamicCache) -> WriteBack:
+        """Store what a cache has and the store has not: whole blocks of a prompt and of what was generated behind it.
+
+        Args:
+            input_ids: all tokens of the sequence, from its start; those behind the cache's end are left out.
+            cache: of one sequence, from :meth:`run` or of transformers' own.
+
+        Returns:
+            The write-back, which goes on in the background. The cache may be used meanwhile.
+
+        Raises:
+            ConfigError: for a cache of a batch, or one that has dropped its first tokens.
+        """
+        tokens = token_ids(input_ids)
+        pairs = Room.of(cache)
+        held = min((keys.shape[-2] for keys, _ in pairs), default=0) if pairs else 0
+        if not pairs or held != cache.get_seq_length():
+            raise ConfigError(
+                "the cache is not that of one whole sequence: a batch, an empty one, or one that keeps a window only; keep() takes the cache of run()"
+            )
+        target = WriteBack(time.perf_counter())
+        keys = self.blocks.chain(tokens[:held])
+        layer = cache.layers[0]
+        readers = layer.readers if isinstance(layer, RoomyLayer) else None
+        if keys:
+            self._writer.submit(pairs, readers, 0, keys, None, target)
+        return target
+
     def flush(self, result: Prefill, timeout: float | None = None) -> bool:
         """Block until the new blocks of a result are stored or refused; whether that is so."""
         return result.report.stored.wait(timeout)
 
     def close(self) -> None:
-        """Wait for the write-back, and end all threads. Closing twice is allowed."""
+        """Wait for what was submitted and for the write-back, and end all threads. Closing twice is allowed."""
+        self._queue.shutdown()
         self._writer.close()
         self._stages.close()
 
