@@ -115,23 +115,27 @@ impl Inner {
         let (mut freed, mut gone) = (0, 0);
         let mut left = self.order.lock().policy(tier).len();
         while freed < pages && gone < count && left > 0 {
-            let mut victims = Vec::with_capacity(BATCH);
-            self.order.lock().policy(tier).victims(
-                BATCH.min(count - gone),
-                &mut |_| true,
-                &mut victims,
-            );
+            let asked = BATCH.min(count - gone);
+            let mut victims = Vec::with_capacity(asked);
+            self.order
+                .lock()
+                .policy(tier)
+                .victims(asked, &mut |_| true, &mut victims);
             // Those that stay go to the far end of the order: each is looked at once.
             left = left.saturating_sub(victims.len());
             if victims.is_empty() {
                 break;
             }
+            let (before, all) = (gone, victims.len() < asked);
             for h in victims {
                 if freed < pages {
                     let n = self.evict_cold(h, room);
                     freed += n;
                     gone += usize::from(n > 0);
                 }
+            }
+            if gone == before && all {
+                break; // there are no other candidates
             }
         }
         freed

@@ -329,9 +329,14 @@ impl Inner {
             mine
         };
         let requests: Vec<(usize, Handle)> = requests;
+        // Where it stands says nothing of its worth: none takes its followers with it.
+        let force = Force {
+            dirty: true,
+            alone: true,
+        };
         let mut stayed = false;
         for (_, h) in requests {
-            stayed |= !self.demote(tier, h);
+            stayed |= !self.demote(tier, h, force);
         }
         if stayed {
             self.memory[tier].arena.notify(); // whoever asked must find another way
@@ -364,6 +369,12 @@ impl Inner {
             };
             (!state.stop).then(|| arena.free_pages() + going)
         };
+        // A block that cannot go below takes its followers with it only if no other can leave.
+        let mut force = Force {
+            dirty: true,
+            alone: true,
+        };
+        let mut left = self.order.lock().policy(tier).len();
         while free().is_some_and(|free| free < goal) {
             let writing: HashSet<Handle> = {
                 let state = self.mover.state.lock();
@@ -375,7 +386,8 @@ impl Inner {
                 &mut |h| !writing.contains(&h),
                 &mut victims,
             );
-            let mut moved = false;
+            let (mut moved, count) = (false, victims.len());
+            left = left.saturating_sub(count);
             for h in victims {
                 let pages = self.index.shard(h).get(h).map_or(0, |e| e.shape.pages());
                 match free() {
@@ -384,10 +396,16 @@ impl Inner {
                     Some(free) if free < goal && pages / 2 <= goal - free => {}
                     _ => return,
                 }
-                moved |= self.demote(tier, h);
+                moved |= self.demote(tier, h, force);
             }
-            if !moved {
-                return; // all that is left is held, or the tier below takes nothing
+            if moved {
+                force.alone = true;
+            } else if count < BATCH || left == 0 {
+                if !force.alone {
+                    return; // all that is left is held
+                }
+                force.alone = false;
+                left = self.order.lock().policy(tier).len();
             }
         }
     }
@@ -416,8 +434,8 @@ impl Inner {
         budget.is_some_and(|b| !b.allows(entry.shape.image_len(), self.clock.now()))
     }
 
-    /// Moves a victim to the tier below. False: it stays where it is.
-    fn demote(self: &Arc<Self>, tier: usize, h: Handle) -> bool {
+    /// Moves a victim to the tier below, or evicts it with `force`. False: it stays where it is.
+    fn demote(self: &Arc<Self>, tier: usize, h: Handle, force: Force) -> bool {
         let (entry, pin) = {
             let shard = self.index.shard(h);
             let Some(entry) = shard.get(h).filter(|e| e.memory[tier] != NOWHERE) else {
@@ -425,7 +443,7 @@ impl Inner {
             };
             if entry.is_beside(tier) || !self.can_demote(tier, entry) {
                 drop(shard);
-                return self.give_up(tier, h);
+                return self.give_up(tier, h, force);
             }
             let Some(pin) = self.memory[tier].arena.pin(entry.memory[tier]) else {
                 return false;
@@ -433,12 +451,12 @@ impl Inner {
             (entry.clone(), pin)
         };
         if tier + 1 < self.memory.len() {
-            return self.copy_down(tier, h, &entry, pin);
+            return self.copy_down(tier, h, &entry, pin, force);
         }
         let deadline = Instant::now() + STALL;
         match self.write_down(tier, h, entry, pin, Why::Demote, deadline) {
             Sent::Away => true,
-            Sent::Refused => self.give_up(tier, h),
+            Sent::Refused => self.give_up(tier, h, force),
             Sent::Late => {
                 self.mover.look(self.clock.now());
                 false
@@ -447,16 +465,19 @@ impl Inner {
     }
 
     /// Evicts a victim that cannot be, or need not be, written below.
-    fn give_up(&self, tier: usize, h: Handle) -> bool {
-        let force = Force {
-            dirty: true,
-            ..Force::default()
-        };
+    fn give_up(&self, tier: usize, h: Handle, force: Force) -> bool {
         matches!(self.evict(tier, h, force), Left::Freed | Left::Gone)
     }
 
     /// Copies a block to the next memory tier and frees it here.
-    fn copy_down(self: &Arc<Self>, tier: usize, h: Handle, entry: &Entry, pin: Pin) -> bool {
+    fn copy_down(
+        self: &Arc<Self>,
+        tier: usize,
+        h: Handle,
+        entry: &Entry,
+        pin: Pin,
+        force: Force,
+    ) -> bool {
         let below = tier + 1;
         // Nobody else makes room there: this is the mover's own thread, and with nothing on its way
         // to NVMe a wait would be for ever.
@@ -475,7 +496,7 @@ impl Inner {
             Ok(new) => new,
             Err(error) => {
                 drop(pin);
-                return error.kind() != Kind::Closed && self.give_up(tier, h);
+                return error.kind() != Kind::Closed && self.give_up(tier, h, force);
             }
         };
         let len = entry.shape.image_len();

@@ -197,6 +197,11 @@ impl Inner {
         }
         // Where every window holds something that must stay, evicting may open another.
         let mut left = self.order.lock().policy(tier).len();
+        // None takes its followers in other tiers with it while there is one without.
+        let mut force = Force {
+            dirty: false,
+            alone: true,
+        };
         loop {
             let mut victims = Vec::with_capacity(BATCH);
             self.order
@@ -205,7 +210,7 @@ impl Inner {
                 .victims(BATCH, &mut |_| true, &mut victims);
             let mut held = false;
             for &h in &victims {
-                match self.evict(tier, h, Force::default()) {
+                match self.evict(tier, h, force) {
                     Left::Freed => made = Made::Room,
                     Left::Held => held = true,
                     Left::Dirty => return made,
@@ -218,7 +223,11 @@ impl Inner {
             // Held blocks went to the far end of the order: look at the next ones, each once.
             left = left.saturating_sub(victims.len());
             if victims.is_empty() || left == 0 || !(held || made == Made::Room) {
-                return made;
+                if made == Made::Room || !force.alone {
+                    return made;
+                }
+                force.alone = false;
+                left = self.order.lock().policy(tier).len();
             }
         }
     }

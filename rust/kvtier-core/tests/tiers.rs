@@ -462,6 +462,26 @@ fn blocks_go_down_three_tiers_and_none_is_lost() {
 }
 
 #[test]
+fn reading_a_chain_that_no_tier_holds_whole_does_not_take_it_apart() {
+    // NVMe holds 384; what is read lies in both tiers then, so the rest has to go, and no more.
+    let store = over(2 << 20, RamDevice::new(6 << 20), |_| ());
+    let ns = opaque(b"long");
+    let blocks = put_blocks(&store, &ns, 460, 16_000, true);
+    let found = store.matching(&ns, &keys(&blocks)).unwrap().blocks;
+    assert!(found > 440, "{found}");
+    for _ in 0..8 {
+        let hits = get_all(&store, &ns, &blocks)
+            .iter()
+            .filter(|got| got.is_ok())
+            .count();
+        let left = store.matching(&ns, &keys(&blocks)).unwrap().blocks;
+        assert!(left > 320 && hits >= left, "{hits} hits, {left} left");
+    }
+    audit(&store);
+    clear_and_check(&store);
+}
+
+#[test]
 fn a_copy_that_leaves_a_lower_tier_stays_above() {
     let cxl = Memory {
         kind: MemoryKind::Cxl,
