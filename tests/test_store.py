@@ -514,3 +514,19 @@ def test_a_whole_block_goes_straight_into_a_region(tiers: tuple[Dram, Nvme]) -> 
 def test_what_is_no_region_is_refused(store: Store, bad: Any) -> None:
     with pytest.raises(InvalidBlockError, match="a region is writable contiguous memory"):
         store.register_region(bad)
+
+
+def test_buffers_that_share_memory_are_refused(store: Store) -> None:
+    names = fill(store, 2)
+    memory = np.zeros(2 * MIB, np.uint8)
+    for outs in ([memory[:MIB]] * 2, [memory[1:][:MIB], memory[:MIB]]):
+        with pytest.raises(InvalidBlockError, match="share memory"):
+            store.get_into(names, outs)
+    assert not memory.any()
+    outs = [memory[MIB:], memory[:MIB]]
+    assert all(result.hit for result in store.get_into(names, outs))
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a Dram tier of 1\d+ bytes was given, and this process may use \d+"):
+        Store(Dram("100TiB"))

@@ -19,6 +19,7 @@ from kvtier.job import Job
 from kvtier.keys import Extras, Tokens
 from kvtier.layout import KVLayout
 from kvtier.lease import Lease
+from kvtier.machine import usable_memory
 from kvtier.results import Match, PutResult, Result, put_result, put_results, results
 
 __all__ = ["Namespace", "Span", "Store"]
@@ -213,7 +214,7 @@ class Namespace:
 
         Args:
             keys: their keys, in the order of need: later ones load while earlier ones are copied.
-            outs: one writable buffer a key, not overlapping.
+            outs: one writable buffer a key; no two may share memory.
             layers: which layers; default all.
             tokens: which tokens of each block; default all.
             timeout: how long to wait for loads, all together.
@@ -369,6 +370,7 @@ class Store(Namespace):
 
     def _open(self, config: StoreConfig) -> None:
         self.config = config
+        _fits(config.tiers)
         self._progress = _kvtier.Progress()
         high, low = config.watermarks
         core = _kvtier.Core(
@@ -506,6 +508,15 @@ class Store(Namespace):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _fits(tiers: Iterable[Tier]) -> None:
+    """Refuse more memory than there is: the kernel would end the process when it is touched."""
+    given, usable = sum(tier.size_bytes for tier in tiers if isinstance(tier, Dram)), usable_memory()
+    if given > usable:
+        raise ConfigError(
+            f"a Dram tier of {given} bytes was given, and this process may use {usable}. Give less, or make room first"
+        )
 
 
 def _native(tier: Tier) -> dict[str, Any]:

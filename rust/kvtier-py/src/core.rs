@@ -104,6 +104,26 @@ fn views(space: &Space, objects: &Bound<'_, PyAny>, writable: bool) -> PyResult<
         .collect()
 }
 
+/// Buffers that each receive bytes of their own.
+fn targets(py: Python<'_>, views: &[View]) -> PyResult<Vec<Out>> {
+    let targets: Vec<Out> = views.iter().map(View::out).collect();
+    let mut spans: Vec<(usize, usize)> = targets
+        .iter()
+        .filter(|out| out.len > 0)
+        .map(|out| (out.ptr as usize, out.len))
+        .collect();
+    spans.sort_unstable();
+    if spans.windows(2).any(|w| w[0].0 + w[0].1 > w[1].0) {
+        return Err(raise(
+            py,
+            "InvalidBlockError",
+            "two of the buffers that were given share memory; each block needs one of its own"
+                .into(),
+        ));
+    }
+    Ok(targets)
+}
+
 fn slices(keys: &[PyBackedBytes]) -> Vec<&[u8]> {
     keys.iter().map(|key| &key[..]).collect()
 }
@@ -389,7 +409,7 @@ impl Core {
         let views = views(space, outs, true)?;
         let until = deadline(py, timeout)?;
         let part = selection(layers, tokens);
-        let targets: Vec<Out> = views.iter().map(View::out).collect();
+        let targets = targets(py, &views)?;
         let names = slices(&keys); // the keys themselves are dropped attached
         let gots = self.run(py, move |store| {
             // SAFETY: the views keep the caller's memory until after the call.
@@ -603,7 +623,7 @@ impl Core {
         let views = views(space, outs, true)?;
         let until = deadline(py, timeout)?;
         let part = selection(layers, tokens);
-        let targets: Vec<Out> = views.iter().map(View::out).collect();
+        let targets = targets(py, &views)?;
         self.start_reading(
             py,
             space,
