@@ -127,7 +127,8 @@ def test_too_little_address_space(here: Path) -> None:
     text = """
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 400 * MIB, -1))
-refused(lambda: Store(Dram("1GiB"), Nvme(here / "kv", "8MiB")), "smaller size", "limit on address space")
+refused(lambda: Store(Dram("1TiB"), Nvme(here / "kv", "8MiB")), "this process may use", "Give less")
+refused(lambda: Store(Dram("410MiB"), Nvme(here / "kv", "8MiB")), "smaller size", "limit on address space")
 works(Dram("4MiB"), Nvme(here / "kv", "8MiB"))
 """
     confined(here, text)
