@@ -279,7 +279,14 @@ class Trace:
         seconds: Sequence[float],
         block_tokens: int,
     ) -> Trace: ...
-    def replay(self, policy: str, capacity: int, tail_first: bool, counter: Counter) -> dict[str, Any]: ...
+    def replay(
+        self,
+        policy: str,
+        capacities: Sequence[int],
+        tail_first: bool,
+        counter: Counter,
+        budget: float | None = None,
+    ) -> dict[str, Any]: ...
 
 # Codecs by hand, and their speed.
 

@@ -20,6 +20,8 @@ Size: TypeAlias = int | str
 HugePages = Literal["transparent", "hugetlb", "off"]
 Engine = Literal["auto", "io_uring", "threads"]
 Policy = Literal[
+    "auto",
+    "importance",
     "fifo",
     "lru",
     "lfu",

@@ -12,6 +12,7 @@ from kvtier.cli.doctor import doctor
 from kvtier.cli.info import info
 from kvtier.cli.kappa import kappa
 from kvtier.cli.output import Failure
+from kvtier.cli.replay import replay
 from kvtier.errors import KvtierError
 
 __all__ = ["main"]
@@ -33,5 +34,5 @@ def main() -> None:
     """Keep the KV cache of LLM inference in DRAM, CXL memory and NVMe, and serve it back verified."""
 
 
-for command in (demo, demo_restart, bench, info, doctor, check, stats, kappa, codec):
+for command in (demo, demo_restart, bench, info, doctor, check, stats, kappa, codec, replay):
     main.add_command(command)

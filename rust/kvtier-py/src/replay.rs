@@ -53,15 +53,18 @@ impl Trace {
             .map_err(|what| raise(py, "ConfigError", what))
     }
 
-    /// Replays it against a policy in a tier of `capacity` blocks; `tail_first` is the order in
-    /// which a request uses its chain. Does not hold the interpreter.
+    /// Replays it against a policy in tiers of these capacities in blocks; `tail_first` is the order
+    /// in which a request uses its chain, `budget` the blocks a day that may be written to the last
+    /// of several tiers. Does not hold the interpreter.
+    #[pyo3(signature = (policy, capacities, tail_first, counter, budget=None))]
     fn replay<'py>(
         &self,
         py: Python<'py>,
         policy: &str,
-        capacity: usize,
+        capacities: Vec<usize>,
         tail_first: bool,
         counter: &Counter,
+        budget: Option<f64>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let touch = if tail_first {
             Touch::Reverse
@@ -71,9 +74,9 @@ impl Trace {
         let (trace, done) = (&self.inner, &*counter.done);
         let outcome = py
             .detach(|| match policy {
-                "min" => Ok(min(trace, capacity, false, done)),
-                "min-bypass" => Ok(min(trace, capacity, true, done)),
-                _ => replay(trace, policy, capacity, touch, done),
+                "min" => Ok(min(trace, capacities.iter().sum(), false, done)),
+                "min-bypass" => Ok(min(trace, capacities.iter().sum(), true, done)),
+                _ => replay(trace, policy, &capacities, touch, budget, done),
             })
             .map_err(|e| from_core(py, &e))?;
         as_dict(py, outcome)
@@ -87,6 +90,8 @@ fn as_dict(py: Python<'_>, outcome: Outcome) -> PyResult<Bound<'_, PyDict>> {
     out.set_item("prefix_hits", outcome.prefix_hits)?;
     out.set_item("token_hits", outcome.token_hits)?;
     out.set_item("tokens", outcome.tokens)?;
+    out.set_item("tier_hits", outcome.tier_hits)?;
+    out.set_item("demoted", outcome.demoted)?;
     out.set_item("hit_tokens", outcome.hit_tokens)?;
     Ok(out)
 }

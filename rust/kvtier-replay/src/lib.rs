@@ -2,6 +2,7 @@
 
 mod offline;
 mod replay;
+mod tiers;
 mod trace;
 
 pub use offline::min;

@@ -47,5 +47,7 @@ pub fn min(trace: &Trace, capacity: usize, bypass: bool, done: &AtomicU64) -> Ou
         }
         done.fetch_add(chain.len() as u64, Ordering::Relaxed);
     }
+    outcome.tier_hits = vec![outcome.prefix_hits];
+    outcome.demoted = vec![0];
     outcome
 }

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier_core::error::Result;
-use kvtier_core::policy::{self, Meta};
 
+use crate::tiers::Tiers;
 use crate::trace::Trace;
 
 /// In which order a request uses the blocks of its chain.
@@ -30,6 +30,10 @@ pub struct Outcome {
     pub token_hits: u64,
     /// Tokens of all prompts.
     pub tokens: u64,
+    /// The prefix hits of each tier.
+    pub tier_hits: Vec<u64>,
+    /// Blocks that came into each tier from the one above.
+    pub demoted: Vec<u64>,
     /// Tokens found, by request.
     pub hit_tokens: Vec<u32>,
 }
@@ -47,71 +51,46 @@ impl Outcome {
     }
 }
 
-/// Spreads a block's number over 64 bits, as an id's hash would.
-fn fingerprint(block: u32) -> u64 {
-    let x = (u64::from(block) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    (x ^ (x >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9) ^ (x >> 32)
-}
-
-/// Replays a trace against the policy of that name in a tier of `capacity` blocks. `done` follows
-/// the references.
+/// Replays a trace against the policy of that name in tiers of these capacities in blocks, the
+/// fastest first. What leaves a tier is offered to the next one; a hit brings a block up. At most
+/// `budget` blocks a day are written to the last of several tiers. `done` follows the references.
 pub fn replay(
     trace: &Trace,
     name: &str,
-    capacity: usize,
+    capacities: &[usize],
     touch: Touch,
+    budget: Option<f64>,
     done: &AtomicU64,
 ) -> Result<Outcome> {
-    let mut policy = policy::by_name(name, capacity as u64)?;
-    let chained = policy::keeps_chains(name);
-    let mut here = vec![false; trace.unique()];
-    let mut used = 0;
-    let mut outcome = Outcome::default();
+    let mut tiers = Tiers::new(trace, name, capacities, budget)?;
+    let mut outcome = Outcome {
+        tier_hits: vec![0; capacities.len()],
+        ..Outcome::default()
+    };
     let mut order = Vec::new();
     for request in 0..trace.len() {
         let chain = trace.chain(request);
-        let prefix = chain.iter().take_while(|&&b| here[b as usize]).count();
+        tiers.advance(trace.seconds(request));
+        let found = chain.iter().map_while(|&block| tiers.tier_of(block));
+        let prefix = found.map(|tier| outcome.tier_hits[tier] += 1).count();
         outcome.note(trace, request, prefix);
         order.clear();
         order.extend_from_slice(chain);
         if touch == Touch::Reverse {
             // Under chain order what is new cannot come before its parent.
-            let until = if chained { prefix } else { order.len() };
+            let until = if tiers.is_chained() {
+                prefix
+            } else {
+                order.len()
+            };
             order[..until].reverse();
         }
         for &block in &order {
-            if here[block as usize] {
-                outcome.plain_hits += 1;
-                policy.on_hit(block);
-                continue;
-            }
-            let parent = trace.parent(block);
-            if chained && parent.is_some_and(|parent| !here[parent as usize]) {
-                continue; // no block without its parent
-            }
-            let meta = Meta {
-                parent,
-                fingerprint: fingerprint(block),
-                pages: 1,
-                importance: 0.0,
-            };
-            if !policy.admit(&meta) {
-                continue;
-            }
-            if used == capacity {
-                // The parent is needed for the block that comes.
-                let Some(victim) = policy.victim(&mut |b| !chained || Some(b) != parent) else {
-                    continue;
-                };
-                policy.on_remove(victim);
-                here[victim as usize] = false;
-                used -= 1;
-            }
-            policy.on_insert(block, &meta);
-            here[block as usize] = true;
-            used += 1;
+            outcome.plain_hits += u64::from(tiers.tier_of(block).is_some());
+            tiers.touch(block);
         }
         done.fetch_add(chain.len() as u64, Ordering::Relaxed);
     }
+    outcome.demoted = tiers.demoted;
     Ok(outcome)
 }

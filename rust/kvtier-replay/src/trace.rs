@@ -13,6 +13,9 @@ pub struct Trace {
     tokens: Vec<u64>,
     seconds: Vec<f64>,
     parents: Vec<Handle>,
+    /// The blocks that follow each, one block's after another's, and where each one's begin.
+    children: Vec<Handle>,
+    families: Vec<usize>,
     /// Tokens in a block.
     pub block_tokens: u64,
 }
@@ -63,12 +66,29 @@ impl Trace {
                 "block {missing} does not occur, but a larger number does; number the blocks densely from 0"
             ));
         }
+        let mut families = vec![0; unique + 1];
+        for &parent in parents.iter().filter(|&&parent| parent != NONE) {
+            families[parent as usize + 1] += 1;
+        }
+        for at in 0..unique {
+            families[at + 1] += families[at];
+        }
+        let mut next = families.clone();
+        let mut children = vec![0; families[unique]];
+        for (block, &parent) in (0..).zip(&parents) {
+            if parent != NONE {
+                children[next[parent as usize]] = block;
+                next[parent as usize] += 1;
+            }
+        }
         Ok(Trace {
             blocks,
             starts,
             tokens,
             seconds,
             parents,
+            children,
+            families,
             block_tokens,
         })
     }
@@ -116,6 +136,11 @@ impl Trace {
     /// The block before this one in its chain.
     pub fn parent(&self, block: Handle) -> Option<Handle> {
         Some(self.parents[block as usize]).filter(|&parent| parent != NONE)
+    }
+
+    /// The blocks that follow this one in some chain.
+    pub(crate) fn children(&self, block: Handle) -> &[Handle] {
+        &self.children[self.families[block as usize]..self.families[block as usize + 1]]
     }
 
     /// Every reference in order.

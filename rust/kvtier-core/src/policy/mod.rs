@@ -4,16 +4,21 @@
 //! victims; it never acts. The store and the trace replayer drive the same code.
 
 mod arc;
+mod auto;
 mod frequency;
 mod ghosts;
+mod importance;
 mod leaf;
 mod queue;
 mod recency;
+mod reuse;
 mod s3fifo;
 mod tinylfu;
 
 pub use arc::Arc;
+pub use auto::Auto;
 pub use frequency::{Gdsf, Lfu};
+pub use importance::{Cost, Importance};
 pub use leaf::Leaf;
 pub use recency::{Clock, Fifo, Lru, Sieve};
 pub use s3fifo::S3Fifo;
@@ -113,7 +118,9 @@ macro_rules! forward_to_queue {
 use forward_to_queue;
 
 /// The policies that can be chosen by name.
-pub const NAMES: [&str; 18] = [
+pub const NAMES: [&str; 20] = [
+    "auto",
+    "importance",
     "fifo",
     "lru",
     "lfu",
@@ -134,6 +141,9 @@ pub const NAMES: [&str; 18] = [
     "gdsf-leaf",
 ];
 
+/// These know chains themselves, and there is no other form of them.
+const ALWAYS_IN_CHAINS: [&str; 2] = ["auto", "importance"];
+
 /// The policy of that name, for a tier of `pages` pages.
 pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
     fn either<P: Policy + 'static>(policy: P, leaf: bool) -> Box<dyn Policy> {
@@ -144,8 +154,8 @@ pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
         }
     }
     let (base, leaf) = match name.strip_suffix("-leaf") {
-        Some(base) => (base, true),
-        None => (name, false),
+        Some(base) if !ALWAYS_IN_CHAINS.contains(&base) => (base, true),
+        _ => (name, keeps_chains(name)),
     };
     Ok(match base {
         "fifo" => either(Fifo::default(), leaf),
@@ -156,6 +166,8 @@ pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
         "s3-fifo" => either(S3Fifo::new(pages), leaf),
         "arc" => either(Arc::default(), leaf),
         "w-tinylfu" => either(WTinyLfu::new(pages), leaf),
+        "auto" => either(Auto::new(pages), leaf),
+        "importance" => either(Importance::default(), leaf),
         "gdsf" => either(Gdsf::default(), leaf),
         _ => {
             return Err(Error::new(
@@ -179,7 +191,7 @@ pub fn in_chains(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
 
 /// Does the policy of that name let a block leave only after its children?
 pub fn keeps_chains(name: &str) -> bool {
-    name.ends_with("-leaf")
+    name.ends_with("-leaf") || ALWAYS_IN_CHAINS.contains(&name)
 }
 
 #[cfg(test)]

@@ -77,6 +77,90 @@ fn the_leaf_goes_first_and_then_its_parent() {
 }
 
 #[test]
+fn importance_keeps_what_is_attended_to_and_what_is_dear_to_compute() {
+    let mut policy = by_name("importance", 10).unwrap();
+    // Three roots: one without a score, one that matters, one that does not.
+    for (h, importance) in [(0, 0.0), (1, 9.0), (2, 1.0)] {
+        policy.on_insert(
+            h,
+            &Meta {
+                importance,
+                ..meta(None)
+            },
+        );
+    }
+    assert_eq!(victims(&mut *policy, 3), [2, 0, 1]);
+    policy.set_importance(2, 30.0);
+    assert_eq!(victims(&mut *policy, 1), [0]);
+    // A chain: its end is dearer than a root of the same score.
+    let mut policy = by_name("importance", 200).unwrap();
+    for h in 0..100 {
+        policy.on_insert(h, &meta(h.checked_sub(1)));
+    }
+    policy.on_insert(100, &meta(None));
+    assert_eq!(victims(&mut *policy, 1), [100]);
+}
+
+/// As a store does that finds every block leased: each is looked at once, whatever the policy.
+#[test]
+fn deferred_blocks_make_way_for_others() {
+    for name in NAMES {
+        let mut policy = by_name(name, 1000).unwrap();
+        for h in 0..1000 {
+            policy.on_insert(h, &meta(None));
+        }
+        let mut seen = HashSet::new();
+        for _ in 0..60 {
+            for h in victims(&mut *policy, 64) {
+                policy.defer(h);
+                seen.insert(h);
+            }
+        }
+        assert!(seen.len() > 990, "{name} named {} of 1,000", seen.len());
+    }
+}
+
+#[test]
+fn auto_learns_which_sessions_come_back() {
+    // Blocks under a root of their own, used once and never again, between chains that come back
+    // every 200 requests. The tier holds the latter, but LRU keeps what is newest of all.
+    let hits = |name: &str| {
+        let mut policy = by_name(name, 300).unwrap();
+        let mut here: HashSet<Handle> = HashSet::new();
+        let mut hits = 0;
+        for step in 0..40_000u32 {
+            let block = if step % 2 == 0 {
+                step / 2 % 200
+            } else {
+                1000 + step
+            };
+            if here.contains(&block) {
+                hits += u32::from(step > 20_000);
+                policy.on_hit(block);
+                continue;
+            }
+            let meta = Meta {
+                fingerprint: u64::from(block).wrapping_mul(0x9E37_79B9_7F4A_7C15),
+                ..meta(None)
+            };
+            if !policy.admit(&meta) {
+                continue;
+            }
+            if here.len() == 300 {
+                let victim = victims(&mut *policy, 1)[0];
+                policy.on_remove(victim);
+                here.remove(&victim);
+            }
+            policy.on_insert(block, &meta);
+            here.insert(block);
+        }
+        hits
+    };
+    assert_eq!(hits("lru-leaf"), 0);
+    assert!(hits("auto") > 9_000, "{} of 10,000", hits("auto"));
+}
+
+#[test]
 fn unknown_names_say_what_is_allowed() {
     let error = by_name("mru", 10).err().unwrap();
     assert!(error.to_string().contains("lru-leaf"));
@@ -130,7 +214,7 @@ proptest! {
                     for h in out {
                         prop_assert!(!pinned.contains(&h));
                         prop_assert!(resident.remove(&h).is_some(), "{h} is not here, or was named twice");
-                        if name.ends_with("leaf") {
+                        if keeps_chains(name) {
                             prop_assert!(resident.values().all(|p| *p != Some(h)), "{h} still has a child");
                         }
                         policy.on_remove(h);

@@ -1,0 +1,182 @@
+"""``kvtier replay``: what a tier of some size would have served of a trace, under each policy."""
+
+from __future__ import annotations
+
+import sys
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvtier.cli.output import console, emit, json_option
+from kvtier.errors import ConfigError
+from kvtier.traces import GENERATORS, Trace, read
+from kvtier.traces.plot import Point, draw
+from kvtier.traces.trace import POLICIES
+
+__all__ = ["replay"]
+
+_SYNTHETIC = "synthetic:"
+
+
+@click.command()
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
+@click.option("--policy", default="lru-leaf,s3-fifo-leaf,arc-leaf,min-bypass", show_default=True, help="Names, or all.")
+@click.option(
+    "--capacity",
+    default="0.01,0.02,0.05,0.1,0.2,0.5",
+    show_default=True,
+    help="Shares of the unique blocks, or blocks (>1).",
+)
+@click.option(
+    "--touch",
+    default="rev",
+    show_default=True,
+    help="A request uses its chain from the tail (rev), the head (fwd), or both in turn (fwd,rev).",
+)
+@click.option(
+    "--block-tokens", type=click.IntRange(min=1), help="Tokens in a block; default: as the file's name says, else 512."
+)
+@click.option("--part", default="0:1", show_default=True, help="Replay the requests between two shares of each trace.")
+@click.option("--skip-bad", is_flag=True, help="Leave out lines that cannot be read, and count them.")
+@click.option("--below", help="Capacities of further tiers below, fastest first: shares or blocks, as for --capacity.")
+@click.option(
+    "--write-budget", type=click.FloatRange(min=0), help="Blocks a day that may be written to the last tier below."
+)
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write an SVG: capacity against token hit ratio."
+)
+@click.option(
+    "--price",
+    metavar="A[,B]",
+    help="Add seconds_saved: a found prefix of n tokens saves A·n + B·n² seconds of computing (B: attention).",
+)
+@json_option
+def replay(
+    traces: tuple[str, ...],
+    policy: str,
+    capacity: str,
+    touch: str,
+    block_tokens: int | None,
+    part: str,
+    skip_bad: bool,
+    below: str | None,
+    write_budget: float | None,
+    plot: Path | None,
+    price: str | None,
+    as_json: bool,
+) -> None:
+    """Replay each TRACE against the store's own policies, without bytes.
+
+    A TRACE is a file (JSON Lines with hash_ids or runs, or a CSV of lengths; gzipped or not), or synthetic:chat,
+    synthetic:docqa or synthetic:agent. min and min-bypass know the future: the ceiling.
+    """
+    names = list(POLICIES) if policy == "all" else _names("--policy", policy, POLICIES)
+    touches = _names("--touch", touch, ("fwd", "rev"))
+    shares = [_decimal("--capacity", text) for text in capacity.split(",")]
+    lower = [_decimal("--below", text) for text in below.split(",")] if below else []
+    begin, _, end = part.partition(":")
+    bounds = _decimal("--part", begin), _decimal("--part", end)
+    linear, square = _price(price)
+    points = []
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
+        for source in traces:
+            trace = _load(source, block_tokens, skip_bad)
+            if trace.skipped:
+                errors.print(f"{source}: {trace.skipped} bad lines skipped")
+            if part != "0:1":
+                trace = trace.part(*bounds)
+            todo = [(name, way, share) for name in names for way in touches for share in shares]
+            task = progress.add_task(trace.name, total=trace.references * len(todo))
+            for at, (name, way, share) in enumerate(todo):
+                blocks = trace.capacity(share)
+                base = at * trace.references
+                outcome = trace.replay(
+                    name,
+                    [blocks, *(trace.capacity(share) for share in lower)],
+                    way,
+                    lambda done, task=task, base=base: progress.update(task, completed=base + done),  # type: ignore[misc]
+                    write_budget=write_budget,
+                )
+                record: dict[str, object] = {
+                    "trace": trace.name,
+                    "policy": name,
+                    "touch": way,
+                    "block_tokens": trace.block_tokens,
+                    "capacity_blocks": blocks,
+                    "capacity_fraction": float(share) if share <= 1 else blocks / max(1, trace.unique),
+                    "plain_block_hit": outcome.plain_block_hit,
+                    "prefix_block_hit": outcome.prefix_block_hit,
+                    "token_hit": outcome.token_hit,
+                    "references_per_second": outcome.references_per_second,
+                    "skipped_lines": trace.skipped,
+                }
+                points.append(
+                    Point(trace.name, f"{name} {way}" if len(touches) > 1 else name, blocks, outcome.token_hit)
+                )
+                if lower:
+                    record["tier_block_hit"] = [hits / max(1, outcome.references) for hits in outcome.tier_hits]
+                    record["demoted_blocks"] = list(outcome.demoted)
+                if price is not None:
+                    record["seconds_saved"] = outcome.saved_s(lambda n: linear * n + square * n * n)
+                if as_json:
+                    emit(record)
+    if not as_json:
+        for table in _tables(points):
+            console.print(table)
+    if plot is not None:
+        plot.write_text(draw(points), encoding="utf-8")
+
+
+def _load(source: str, block_tokens: int | None, skip_bad: bool) -> Trace:
+    if not source.startswith(_SYNTHETIC):
+        return read(source, block_tokens=block_tokens, skip_bad=skip_bad)
+    name = source.removeprefix(_SYNTHETIC)
+    if name not in GENERATORS:
+        raise ConfigError(f"{source} was given; allowed are {', '.join(_SYNTHETIC + known for known in GENERATORS)}")
+    return GENERATORS[name]()
+
+
+def _names(option: str, text: str, allowed: tuple[str, ...]) -> list[str]:
+    names = [name.strip().lower() for name in text.split(",")]
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(f"{option} {name!r} was given; allowed are {', '.join(allowed)}")
+    return names
+
+
+def _decimal(option: str, text: str) -> Decimal:
+    try:
+        return Decimal(text.strip())
+    except InvalidOperation:
+        raise ConfigError(f"{option} {text!r} was given; a number is needed, such as 0.05") from None
+
+
+def _price(text: str | None) -> tuple[float, float]:
+    """Seconds a token, and a token squared."""
+    parts = [float(_decimal("--price", part)) for part in (text or "0").split(",")]
+    if len(parts) > 2 or min(parts) < 0:
+        raise ConfigError(
+            f"--price {text!r} was given; one or two numbers of at least 0 are allowed, such as 2e-5,1e-10"
+        )
+    return parts[0], parts[1] if len(parts) == 2 else 0.0
+
+
+def _tables(points: list[Point]) -> list[Table]:
+    """Token hit ratios: a table a trace, a row a policy, a column a capacity."""
+    tables = []
+    for trace in dict.fromkeys(point.trace for point in points):
+        mine = [point for point in points if point.trace == trace]
+        capacities = list(dict.fromkeys(point.blocks for point in mine))
+        table = Table("token hit ratio", *(f"{blocks:,} blocks" for blocks in capacities), title=trace, box=None)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for name in dict.fromkeys(point.name for point in mine):
+            found = {point.blocks: point.token_hit for point in mine if point.name == name}
+            table.add_row(name, *(f"{found[blocks]:.4f}" for blocks in capacities))
+        tables.append(table)
+    return tables

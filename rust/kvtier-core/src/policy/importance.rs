@@ -1,0 +1,130 @@
+//! `importance`: what a block is attended to, and what it would cost to compute it again.
+
+use super::queue::Queue;
+use super::{Handle, Meta, Policy, forward_to_queue};
+use crate::index::grow;
+
+/// Seconds to compute a block again at a depth of so many blocks, per second to load it from where
+/// it would go: `base + slope * depth`. Only the ratio of the two matters to an order.
+#[derive(Clone, Copy, Debug)]
+pub struct Cost {
+    /// Of the first block of a chain: its own linear layers.
+    pub base: f32,
+    /// For each block before it: attention makes late blocks dearer.
+    pub slope: f32,
+}
+
+impl Default for Cost {
+    /// An 8-billion-parameter model with blocks of 512 tokens: attention to the preceding tokens
+    /// costs as much as everything else at about 60 blocks (2·n_active = 4·layers·hidden·context
+    /// FLOPs a token, with 32 layers of 4,096).
+    fn default() -> Self {
+        Cost {
+            base: 1.0,
+            slope: 1.0 / 60.0,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Weight {
+    score: f32,
+    depth: u32,
+    pages: u32,
+}
+
+/// Attention mass × recency × seconds to compute the block again, per page.
+///
+/// Recency is Greedy-Dual's (Cao and Irani, 1997): at each use a block's priority is its value on
+/// top of the priority at which blocks leave now, so value buys time, and time passes as others
+/// leave. Blocks without a score count as the mean of those that have one.
+#[derive(Debug, Default)]
+pub struct Importance {
+    queue: Queue<(u64, u64)>,
+    weights: Vec<Weight>,
+    cost: Cost,
+    scores: f64,
+    scored: f64,
+    age: f64,
+    clock: u64,
+}
+
+impl Importance {
+    /// With another cost of computing blocks again.
+    pub fn new(cost: Cost) -> Self {
+        Importance {
+            cost,
+            ..Importance::default()
+        }
+    }
+
+    fn place(&mut self, block: Handle) {
+        let weight = self.weights[block as usize];
+        let mean = if self.scored > 0.0 {
+            self.scores / self.scored
+        } else {
+            1.0
+        };
+        let mass = match f64::from(weight.score) {
+            score if score > 0.0 => score / mean,
+            _ => 1.0,
+        };
+        let seconds = self.cost.base + self.cost.slope * weight.depth as f32;
+        let value = mass * f64::from(seconds) / f64::from(weight.pages.max(1));
+        self.clock += 1;
+        // Positive floats order as their bits do.
+        self.queue
+            .set(block, ((self.age + value).to_bits(), self.clock));
+    }
+
+    fn count(&mut self, score: f32, sign: f64) {
+        if score > 0.0 {
+            self.scores += sign * f64::from(score);
+            self.scored += sign;
+        }
+    }
+}
+
+impl Policy for Importance {
+    fn on_insert(&mut self, block: Handle, meta: &Meta) {
+        grow(&mut self.weights, block as usize, Weight::default());
+        let above = meta.parent.and_then(|p| self.weights.get(p as usize));
+        self.weights[block as usize] = Weight {
+            score: meta.importance,
+            depth: above.map_or(0, |above| above.depth + 1),
+            pages: meta.pages,
+        };
+        self.count(meta.importance, 1.0);
+        self.place(block);
+    }
+
+    fn on_hit(&mut self, block: Handle) {
+        if self.queue.key(block).is_some() {
+            self.place(block);
+        }
+    }
+
+    fn on_remove(&mut self, block: Handle) {
+        if self.queue.remove(block).is_some() {
+            self.count(self.weights[block as usize].score, -1.0);
+        }
+    }
+
+    fn set_importance(&mut self, block: Handle, score: f32) {
+        if self.queue.key(block).is_some() {
+            let before = std::mem::replace(&mut self.weights[block as usize].score, score);
+            self.count(before, -1.0);
+            self.count(score, 1.0);
+            self.place(block);
+        }
+    }
+
+    fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
+        let block = self.queue.first(eligible)?;
+        let (priority, _) = self.queue.key(block)?;
+        self.age = self.age.max(f64::from_bits(priority));
+        Some(block)
+    }
+
+    forward_to_queue!(|me| me.weights.capacity() * size_of::<Weight>());
+}
