@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +14,14 @@ import click
 import numpy as np
 from rich.table import Table
 
-from kvtier import codecs
+from kvtier import _kvtier, codecs
 from kvtier.cli import model as models
 from kvtier.cli import prompt as prompts
 from kvtier.cli.demo import needs_torch, warm_up
 from kvtier.cli.output import console, emit, json_option, seconds
 from kvtier.config import Dram, Nvme
 from kvtier.errors import ConfigError, KvtierError
+from kvtier.layout import KVLayout
 from kvtier.store import Store
 
 if TYPE_CHECKING:
@@ -70,7 +72,13 @@ def codec() -> None:
 @click.option(
     "--after", type=click.IntRange(1), default=128, show_default=True, help="Tokens that are judged after them."
 )
-@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="What keys and values are stored in; the model computes in float32.",
+)
 @click.option(
     "--cache",
     type=click.Path(path_type=Path),
@@ -88,15 +96,15 @@ def report(
     cache.mkdir(parents=True, exist_ok=True)
     directory = directory or models.fetch(cache, say)
     text = prompts.read_text(text_file) if text_file else prompts.python_topics()
-    model, tokenizer = models.load(directory, dtype)
+    model, tokenizer = models.load(directory)
     ids = [int(i) for i in tokenizer.encode(text[: 16 * (tokens + after)], add_special_tokens=False)][: tokens + after]
     loaded = (len(ids) - 1) // _BLOCK * _BLOCK if len(ids) < tokens + after else tokens // _BLOCK * _BLOCK
     if loaded < _BLOCK:
         raise ConfigError(f"the text has {len(ids)} tokens; at least {_BLOCK + 1} are needed: give a longer one")
-    say(f"{directory.name}, {dtype}: {loaded} tokens loaded, {len(ids) - loaded} judged")
+    say(f"{directory.name}, keys and values in {dtype}: {loaded} tokens loaded, {len(ids) - loaded} judged")
     rows = []
     with tempfile.TemporaryDirectory(prefix="codec-", dir=cache) as work:
-        for row in _Trial(model, ids, loaded, Path(work)).rows():
+        for row in _Trial(model, ids, loaded, dtype, Path(work)).rows():
             if as_json:
                 emit(asdict(row))
             rows.append(row)
@@ -107,15 +115,15 @@ def report(
 class _Trial:
     """One text's keys and values, and what the model says after them."""
 
-    def __init__(self, model: Any, ids: Sequence[int], loaded: int, work: Path) -> None:
+    def __init__(self, model: Any, ids: Sequence[int], loaded: int, dtype: str, work: Path) -> None:
         import torch
         from transformers import DynamicCache
 
         from kvtier.integrations.tensors import BlockBuffer
-        from kvtier.integrations.transformers import forward, layout_of
+        from kvtier.integrations.transformers import forward
 
         self.model, self.ids, self.loaded, self.work = model, ids, loaded, work
-        self.layout = layout_of(model, _BLOCK)
+        self.layout = KVLayout.from_config(model.config, dtype=dtype, block_tokens=_BLOCK)
         if self.layout.kind != "gqa" or not self.layout.uniform:
             raise ConfigError("the report takes models with keys and values of one shape in all layers")
         warm_up(model)
@@ -132,10 +140,10 @@ class _Trial:
         import torch
         from transformers import DynamicCache
 
-        from kvtier.integrations.tensors import layer_shapes, torch_dtype
+        from kvtier.integrations.tensors import layer_shapes
         from kvtier.integrations.transformers import logits_of
 
-        dtype = torch_dtype(self.layout)
+        dtype = self.model.dtype
         pairs = [
             (
                 torch.empty(1, heads, self.loaded, wide, dtype=dtype),
@@ -197,20 +205,19 @@ class _Trial:
         return float((exact - given).norm() / exact.norm())
 
     def _speed(self, name: str, raw: Any) -> tuple[float, float, float]:
-        """The share of bytes saved, and GB/s of coding and decoding: the median of some laps."""
-        size = 0
-        encode, decode = [], []
-        out = np.empty(self.layout.block_bytes, np.uint8)
-        for _ in range(3):
+        """The share of bytes saved, and GB/s of coding and decoding: the median of some laps over all blocks."""
+        flat, out = raw.reshape(-1), np.empty(raw.size, np.uint8)
+        dims, element = codecs.segment_dims(self.layout, _BLOCK)[0], codecs.element(self.layout.dtype)
+        frames, encode, decode = b"", [], []
+        for _ in range(5):
             begun = time.perf_counter()
-            frames = [codecs.encode(name, block, layout=self.layout) for block in raw]
+            frames = _kvtier.codec_encode(name, element, dims, flat, 1)
             middle = time.perf_counter()
-            for block in frames:
-                codecs.decode(block, out=out)
+            codecs.decode(frames, out=out)
             decode.append(time.perf_counter() - middle)
             encode.append(middle - begun)
-            size = sum(map(len, frames))
-        return 1 - size / raw.nbytes, raw.nbytes / np.median(encode) / 1e9, raw.nbytes / np.median(decode) / 1e9
+        rates = [raw.nbytes / statistics.median(laps) / 1e9 for laps in (encode, decode)]
+        return 1 - len(frames) / raw.nbytes, rates[0], rates[1]
 
     def _through_nvme(self, name: str | None, loaded: Any) -> float:
         """Put the blocks, open the store again, and read them: the seconds of the last."""

@@ -40,6 +40,12 @@ const LARGEST: u32 = 0x7bff;
 /// The widest group of tokens.
 const GROUP: usize = 32;
 
+/// Words that are fitted at once.
+const FITTED: usize = 32;
+
+/// What no word is above.
+const MOST: u32 = 0xffff;
+
 impl Scheme {
     fn bits(self) -> usize {
         match self {
@@ -169,7 +175,7 @@ fn decode_as<E: Element>(
         Scheme::E4m3 => decode_tokens::<E, Scaled<E4m3>, 64>(scheme, form, parts, tokens, dst),
         Scheme::E5m2 => decode_tokens::<E, Scaled<E5m2>, 64>(scheme, form, parts, tokens, dst),
         Scheme::Int8Channel => decode_channels::<E, 255, 64>(scheme, form, parts, tokens, dst),
-        Scheme::Int4Channel => decode_channels::<E, 15, 32>(scheme, form, parts, tokens, dst),
+        Scheme::Int4Channel => decode_channels::<E, 15, 64>(scheme, form, parts, tokens, dst),
     }
 }
 
@@ -177,9 +183,9 @@ fn decode_as<E: Element>(
 trait Word: Copy {
     /// Bits of a number.
     const BITS: usize;
-    /// The word for numbers from `low` to `high`, between which zero lies; `None` where they are
-    /// too large.
-    fn fit(low: f32, high: f32) -> Option<u16>;
+    /// The word for numbers from `low` to `high`, between which zero lies; above [`MOST`] where they
+    /// are too large.
+    fn fit(low: f32, high: f32) -> u32;
     /// What a word says.
     fn read(word: u16) -> Self;
     /// Numbers to bits.
@@ -209,7 +215,7 @@ impl<const N: u8> Word for Affine<N> {
     const BITS: usize = if N == 255 { 8 } else { 4 };
 
     #[inline(always)]
-    fn fit(low: f32, high: f32) -> Option<u16> {
+    fn fit(low: f32, high: f32) -> u32 {
         let range = high - low;
         let n = f32::from(N);
         let ideal = if range > 0.0 { -low * n / range } else { 0.0 };
@@ -234,8 +240,10 @@ impl<const N: u8> Word for Affine<N> {
             0.0
         };
         let scale = scale_up(above.max(below), 5);
-        let code = code as u32;
-        (scale <= LARGEST).then_some((scale | (code & 31) | (code >> 5) << 15) as u16)
+        // An exact whole number below 64: its bits, without the checks of a cast.
+        let code = (code + ROUND).to_bits() & 63;
+        let word = scale | (code & 31) | (code >> 5) << 15;
+        if scale <= LARGEST { word } else { u32::MAX }
     }
 
     #[inline(always)]
@@ -283,9 +291,9 @@ impl<F: Fp8 + Copy> Word for Scaled<F> {
     const BITS: usize = 8;
 
     #[inline(always)]
-    fn fit(low: f32, high: f32) -> Option<u16> {
+    fn fit(low: f32, high: f32) -> u32 {
         let scale = scale_up(high.max(-low) / F::MAX, 0);
-        (scale <= LARGEST).then_some(scale as u16)
+        if scale <= LARGEST { scale } else { u32::MAX }
     }
 
     #[inline(always)]
@@ -317,7 +325,20 @@ impl<F: Fp8 + Copy> Word for Scaled<F> {
     }
 }
 
-/// Writes a tile's numbers; `dst` says how many there are.
+/// Channels of which 4-bit numbers share bytes.
+const BLOCK: usize = 32;
+
+/// A block's numbers, two a byte.
+#[inline(always)]
+fn pack(bits: [u8; BLOCK]) -> [u8; BLOCK / 2] {
+    let mut packed = [0; BLOCK / 2];
+    for j in 0..BLOCK / 2 {
+        packed[j] = bits[j] | bits[j + BLOCK / 2] << 4;
+    }
+    packed
+}
+
+/// Writes a tile's first `count` numbers. A tile of 4-bit ones has whole blocks of room.
 #[inline(always)]
 fn store<const W: usize>(bits: &[u8; W], count: usize, width: usize, dst: &mut [u8]) {
     if width == 8 {
@@ -328,20 +349,28 @@ fn store<const W: usize>(bits: &[u8; W], count: usize, width: usize, dst: &mut [
         }
         return;
     }
-    let half = if count == W { W / 2 } else { count.div_ceil(2) };
-    if half == W / 2 {
-        for j in 0..W / 2 {
-            dst[j] = bits[j] | bits[j + W / 2] << 4;
+    if count == W {
+        let dst = &mut dst[..W / 2];
+        for (dst, bits) in dst
+            .as_chunks_mut::<{ BLOCK / 2 }>()
+            .0
+            .iter_mut()
+            .zip(bits.as_chunks::<BLOCK>().0)
+        {
+            *dst = pack(*bits);
         }
-    } else {
+        return;
+    }
+    for (at, n) in tiles::<BLOCK>(0..count) {
+        let half = n.div_ceil(2);
         for j in 0..half {
-            let high = if j + half < count { bits[j + half] } else { 0 };
-            dst[j] = bits[j] | high << 4;
+            let high = if j + half < n { bits[at + j + half] } else { 0 };
+            dst[at / 2 + j] = bits[at + j] | high << 4;
         }
     }
 }
 
-/// Reads a tile's numbers.
+/// Reads a tile's first `count` numbers.
 #[inline(always)]
 fn load<const W: usize>(src: &[u8], count: usize, width: usize) -> [u8; W] {
     let mut bits = [0; W];
@@ -353,17 +382,28 @@ fn load<const W: usize>(src: &[u8], count: usize, width: usize) -> [u8; W] {
         }
         return bits;
     }
-    let half = if count == W { W / 2 } else { count.div_ceil(2) };
-    if half == W / 2 {
+    if count == W {
         let src = &src[..W / 2];
-        for j in 0..W / 2 {
-            bits[j] = src[j] & 15;
-            bits[j + W / 2] = src[j] >> 4;
+        for (bits, src) in bits
+            .as_chunks_mut::<BLOCK>()
+            .0
+            .iter_mut()
+            .zip(src.as_chunks::<{ BLOCK / 2 }>().0)
+        {
+            for j in 0..BLOCK / 2 {
+                bits[j] = src[j] & 15;
+                bits[j + BLOCK / 2] = src[j] >> 4;
+            }
         }
-    } else {
-        for (j, &byte) in src[..half].iter().enumerate() {
-            bits[j] = byte & 15;
-            bits[j + half] = byte >> 4;
+        return bits;
+    }
+    for (at, n) in tiles::<BLOCK>(0..count) {
+        let half = n.div_ceil(2);
+        for (j, &byte) in src[at / 2..][..half].iter().enumerate() {
+            bits[at + j] = byte & 15;
+            if j + half < n {
+                bits[at + j + half] = byte >> 4;
+            }
         }
     }
     bits
@@ -374,6 +414,37 @@ fn load<const W: usize>(src: &[u8], count: usize, width: usize) -> [u8; W] {
 fn tiles<const W: usize>(span: Span<usize>) -> impl Iterator<Item = (usize, usize)> {
     let end = span.end;
     span.step_by(W).map(move |at| (at, W.min(end - at)))
+}
+
+/// The groups of channels that have a word each, row after row.
+struct Groups {
+    row: usize,
+    from: usize,
+    dim: usize,
+    span: usize,
+}
+
+impl Groups {
+    #[inline(always)]
+    fn new(dim: usize, span: usize) -> Self {
+        Groups {
+            row: 0,
+            from: 0,
+            dim,
+            span,
+        }
+    }
+
+    /// The next one: its row, and its channels.
+    #[inline(always)]
+    fn next(&mut self) -> (usize, Span<usize>) {
+        let (row, from) = (self.row, self.from);
+        self.from += self.span;
+        if self.from >= self.dim {
+            (self.row, self.from) = (row + 1, 0);
+        }
+        (row, from..self.dim.min(from + self.span))
+    }
 }
 
 #[inline(always)]
@@ -389,27 +460,38 @@ fn encode_tokens<E: Element, Q: Word, const W: usize>(
     let words = rows * dim.div_ceil(span);
     let (low, out) = out.split_at_mut(words);
     let (high, out) = out.split_at_mut(words);
-    let mut word_at = 0;
-    for row in 0..rows {
-        let src = &src[row * dim * E::SIZE..][..dim * E::SIZE];
-        let out = &mut out[row * numbers..][..numbers];
-        for from in (0..dim).step_by(span) {
-            let to = dim.min(from + span);
-            let mut range = Range::ZERO;
-            for (at, n) in tiles::<W>(from..to) {
-                range.extend(&E::load::<W>(&src[at * E::SIZE..][..n * E::SIZE]));
+    // Words are fitted many at a time, as a vector of their own.
+    let (mut read, mut written) = (Groups::new(dim, span), Groups::new(dim, span));
+    for first in (0..words).step_by(FITTED) {
+        let count = FITTED.min(words - first);
+        let mut ranges = [Range::ZERO; FITTED];
+        for range in &mut ranges[..count] {
+            let (row, group) = read.next();
+            let src = &src[row * dim * E::SIZE..][..dim * E::SIZE];
+            for (at, n) in tiles::<W>(group) {
+                // A longer loop becomes vector code where a short one is unrolled, and zero is in
+                // the range anyway.
+                let mut wide = [0.0; 64];
+                wide[..W].copy_from_slice(&E::load::<W>(&src[at * E::SIZE..][..n * E::SIZE]));
+                range.extend(&wide);
             }
+        }
+        let (mut fitted, mut fits) = ([0u32; FITTED], true);
+        for (word, range) in fitted.iter_mut().zip(&ranges) {
             let (least, most) = range.values();
-            if !(least >= -E::MAX && most <= E::MAX) {
-                return false;
-            }
-            let Some(word) = Q::fit(least, most) else {
-                return false;
-            };
-            [low[word_at], high[word_at]] = word.to_le_bytes();
-            word_at += 1;
-            let word = Q::read(word);
-            for (at, n) in tiles::<W>(from..to) {
+            *word = Q::fit(least, most);
+            fits &= (least >= -E::MAX) & (most <= E::MAX) & (*word <= MOST);
+        }
+        if !fits {
+            return false;
+        }
+        for (i, &word) in fitted[..count].iter().enumerate() {
+            [low[first + i], high[first + i]] = (word as u16).to_le_bytes();
+            let word = Q::read(word as u16);
+            let (row, group) = written.next();
+            let src = &src[row * dim * E::SIZE..][..dim * E::SIZE];
+            let out = &mut out[row * numbers..][..numbers];
+            for (at, n) in tiles::<W>(group) {
                 let tile = E::load::<W>(&src[at * E::SIZE..][..n * E::SIZE]);
                 store(
                     &word.quantise(&tile),
