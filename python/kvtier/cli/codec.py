@@ -116,11 +116,10 @@ class _Trial:
     """One text's keys and values, and what the model says after them."""
 
     def __init__(self, model: Any, ids: Sequence[int], loaded: int, dtype: str, work: Path) -> None:
-        import torch
         from transformers import DynamicCache
 
-        from kvtier.integrations.tensors import BlockBuffer
-        from kvtier.integrations.transformers import forward
+        from kvtier.integrations.tensors import BlockBuffer, torch_dtype
+        from kvtier.prefill.model import forward
 
         self.model, self.ids, self.loaded, self.work = model, ids, loaded, work
         self.layout = KVLayout.from_config(model.config, dtype=dtype, block_tokens=_BLOCK)
@@ -128,11 +127,11 @@ class _Trial:
             raise ConfigError("the report takes models with keys and values of one shape in all layers")
         warm_up(model)
         filled = DynamicCache(config=model.config)
-        with torch.no_grad():
-            forward(model, ids[:loaded], filled)
+        forward(model, ids[:loaded], filled)
         self.blocks = loaded // _BLOCK
         self.buffer = BlockBuffer(self.layout, self.blocks)
-        self.buffer.read_from([(layer.keys, layer.values) for layer in filled.layers], 0, self.blocks)
+        kept = torch_dtype(self.layout)
+        self.buffer.read_from([(kv.keys.to(kept), kv.values.to(kept)) for kv in filled.layers], 0, self.blocks)
         self.exact, self.compute_s = self._after(self.buffer)
 
     def _after(self, buffer: Any) -> tuple[torch.Tensor, float]:
@@ -140,10 +139,10 @@ class _Trial:
         import torch
         from transformers import DynamicCache
 
-        from kvtier.integrations.tensors import layer_shapes
-        from kvtier.integrations.transformers import logits_of
+        from kvtier.integrations.tensors import layer_shapes, torch_dtype
+        from kvtier.prefill.model import logits_of
 
-        dtype = self.model.dtype
+        dtype = torch_dtype(self.layout)
         pairs = [
             (
                 torch.empty(1, heads, self.loaded, wide, dtype=dtype),
@@ -155,9 +154,8 @@ class _Trial:
         buffer.write_to(pairs, 0, self.blocks)
         cache = DynamicCache(config=self.model.config)
         for layer, (keys, values) in enumerate(pairs):
-            cache.update(keys, values, layer)
-        with torch.no_grad():
-            logits = logits_of(self.model, self.ids[self.loaded :], cache, 0)[0]
+            cache.update(keys.to(self.model.dtype), values.to(self.model.dtype), layer)
+        logits = logits_of(self.model, self.ids[self.loaded :], cache, 0)[0]
         taken = time.perf_counter() - begun
         return torch.log_softmax(logits.double(), -1), taken
 
