@@ -103,7 +103,9 @@ pub struct Auto {
     ends: Vec<(u32, u32)>,
     classes: Vec<Class>,
     ghosts: Vec<Ghost>,
+    /// Blocks that a search had to pass, and blocks that stayed when they were named.
     passed: VecDeque<Handle>,
+    deferred: VecDeque<Handle>,
     reuse: Reuse,
     touches: u64,
     searches: u64,
@@ -122,6 +124,7 @@ impl Auto {
             classes: vec![Class::default(); CLASSES],
             ghosts: Vec::new(),
             passed: VecDeque::new(),
+            deferred: VecDeque::new(),
             reuse: Reuse::default(),
             touches: 0,
             searches: 0,
@@ -241,13 +244,17 @@ impl Auto {
     }
 
     /// Takes a block that cannot leave now out of the lists; it is asked again later.
-    fn set_aside(&mut self, block: Handle) {
+    fn set_aside(&mut self, block: Handle, late: bool) {
         self.unlink(block);
         let node = &mut self.nodes[block as usize];
         node.flags |= PASSED;
         if node.flags & QUEUED == 0 {
             node.flags |= QUEUED;
-            self.passed.push_back(block);
+            if late {
+                self.deferred.push_back(block);
+            } else {
+                self.passed.push_back(block);
+            }
         }
     }
 
@@ -389,7 +396,7 @@ impl Policy for Auto {
     fn defer(&mut self, block: Handle) {
         // Not a use: nothing is learned from it. It is set aside, so that others are named.
         if self.nodes.get(block as usize).is_some_and(is_ready) {
-            self.set_aside(block);
+            self.set_aside(block, true);
         }
     }
 
@@ -407,23 +414,29 @@ impl Policy for Auto {
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
         let empty = self.classes.iter().all(|class| class.filled == 0);
         self.searches += 1;
-        let again = if empty {
-            PATIENCE
-        } else {
-            usize::from(self.searches.is_multiple_of(8))
-        };
-        for _ in 0..again.min(self.passed.len()) {
-            let Some(block) = self.passed.pop_front() else {
-                break;
-            };
-            let node = &mut self.nodes[block as usize];
-            if node.flags & PASSED == 0 {
+        // What stayed when it was named is not named again until others were.
+        let seldom = usize::from(self.searches.is_multiple_of(8));
+        for (late, few) in [(false, 2), (true, seldom)] {
+            for _ in 0..if empty { PATIENCE } else { few } {
+                let queue = if late {
+                    &mut self.deferred
+                } else {
+                    &mut self.passed
+                };
+                let Some(block) = queue.pop_front() else {
+                    break;
+                };
+                let node = &mut self.nodes[block as usize];
                 node.flags &= !QUEUED;
-            } else if eligible(block) {
-                node.flags &= !(QUEUED | PASSED);
-                self.place(block);
-            } else {
-                self.passed.push_back(block);
+                if node.flags & PASSED == 0 {
+                    continue; // it was used or removed since
+                }
+                if eligible(block) {
+                    node.flags &= !PASSED;
+                    self.place(block);
+                } else {
+                    self.set_aside(block, late);
+                }
             }
         }
         self.age();
@@ -437,7 +450,7 @@ impl Policy for Auto {
             if eligible(block) {
                 return Some(block);
             }
-            self.set_aside(block);
+            self.set_aside(block, false);
         }
         None
     }
@@ -451,7 +464,7 @@ impl Policy for Auto {
             + self.ends.capacity() * size_of::<(u32, u32)>()
             + self.classes.capacity() * size_of::<Class>()
             + self.ghosts.capacity() * size_of::<Ghost>()
-            + self.passed.capacity() * 4
+            + (self.passed.capacity() + self.deferred.capacity()) * 4
             + self.reuse.memory_bytes()
     }
 }
