@@ -153,6 +153,15 @@ impl Root {
         };
         Root(hash.to_le_bytes())
     }
+
+    /// As [`Root::new`], over a table that was read.
+    pub fn over(table: &[Segment], id: &Id, generation: u64, codec: u16, shape: Shape) -> Self {
+        let mut stored = Vec::with_capacity(table.len() * ENTRY);
+        for segment in table {
+            stored.extend_from_slice(&segment.to_bytes());
+        }
+        Root::new(id, generation, codec, shape, &stored)
+    }
 }
 
 /// Why an image, or a part of it, is not what was put.
@@ -235,20 +244,18 @@ pub fn table_matches(
     codec: u16,
 ) -> bool {
     let mut next = 0u64;
-    let mut stored = Vec::with_capacity(table.len() * ENTRY);
     for segment in table {
         if u64::from(segment.offset) != next {
             return false;
         }
         next += u64::from(segment.len);
-        stored.extend_from_slice(&segment.to_bytes());
     }
     table.len() == shape.segments()
         && next == shape.payload() as u64
-        && Root::new(id, generation, codec, shape, &stored) == root
+        && Root::over(table, id, generation, codec, shape) == root
 }
 
-/// Verifies a whole image: root, then table, then every segment.
+/// Verifies a whole image: root, then table, then every segment. Returns the table.
 ///
 /// # Panics
 /// If `image` is shorter than `shape.image_len()`.
@@ -259,7 +266,7 @@ pub fn verify(
     id: &Id,
     generation: u64,
     codec: u16,
-) -> Result<(), Mismatch> {
+) -> Result<Vec<Segment>, Mismatch> {
     let table = table(image, 0, shape);
     if !table_matches(&table, root, shape, id, generation, codec) {
         return Err(if shape.table_len() == 0 {
@@ -269,14 +276,14 @@ pub fn verify(
         });
     }
     if shape.table_len() == 0 {
-        return Ok(()); // building the table hashed the payload already
+        return Ok(table); // building the table hashed the payload already
     }
     for (i, s) in table.iter().enumerate() {
         if hash64(&image[s.offset as usize..][..s.len as usize]) != s.checksum {
             return Err(Mismatch::Segment(i as u32));
         }
     }
-    Ok(())
+    Ok(table)
 }
 
 #[cfg(test)]
@@ -325,7 +332,7 @@ mod tests {
     #[test]
     fn another_identity_never_verifies() {
         let (image, shape, root) = sealed(WHOLE * 2, 5);
-        assert_eq!(verify(&image, shape, root, &[7; 32], 9, 0), Ok(()));
+        assert!(verify(&image, shape, root, &[7; 32], 9, 0).is_ok());
         assert!(verify(&image, shape, root, &[8; 32], 9, 0).is_err());
         assert!(verify(&image, shape, root, &[7; 32], 8, 0).is_err());
         assert!(verify(&image, shape, root, &[7; 32], 9, 1).is_err());
@@ -338,7 +345,7 @@ mod tests {
             payload in 1usize..200_000, segments in 1usize..40, at in any::<prop::sample::Index>(), bit in 0u8..8,
         ) {
             let (mut image, shape, root) = sealed(payload, segments.min(payload));
-            prop_assert_eq!(verify(&image, shape, root, &[7; 32], 9, 0), Ok(()));
+            prop_assert!(verify(&image, shape, root, &[7; 32], 9, 0).is_ok());
             let covered = shape.payload() + shape.table_len();
             let i = at.index(covered);
             let i = if i < payload { i } else { shape.table_offset() + i - payload };

@@ -187,14 +187,11 @@ mod tests {
             let root = coded.seal(&[7; 32], 9);
             let stored = &coded.pages[..coded.shape.image_len()];
             let id = coding.codec.id();
-            assert_eq!(
-                image::verify(stored, coded.shape, root, &[7; 32], 9, id),
-                Ok(())
-            );
+            assert!(image::verify(stored, coded.shape, root, &[7; 32], 9, id).is_ok());
             let mut image = vec![0; plain.image_len()];
             image[..stored.len()].copy_from_slice(stored);
             let root = unpack(&mut image, coded.shape, plain, &[7; 32]).unwrap();
-            assert_eq!(image::verify(&image, plain, root, &[7; 32], 0, 0), Ok(()));
+            assert!(image::verify(&image, plain, root, &[7; 32], 0, 0).is_ok());
             assert!(name != "zstd" || image[..payload.len()] == payload);
             let other = Shape::new(payload.len() + 1, 8).unwrap();
             let mut image = vec![0; other.image_len()];

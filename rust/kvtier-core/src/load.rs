@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use crate::flight::Course;
 use kvtier_codec::frame::Codec;
-use kvtier_codec::image::{self, ENTRY, Id, Mismatch, Root, Segment, Shape};
+use kvtier_codec::image::{Id, Mismatch, Root, Shape};
 use kvtier_nvme::IoBuf;
 use kvtier_nvme::Read;
 
@@ -142,19 +142,6 @@ fn readable(cold: &Cold, plain: Shape) -> Option<Shape> {
     cold.shape(plain).filter(|stored| known && fits(stored))
 }
 
-/// The root of a block's plain image in memory.
-pub(crate) fn memory_root(id: &Id, shape: Shape, image: &[u8], table: Option<&[Segment]>) -> Root {
-    if shape.table_len() > 0 {
-        let stored = &image[shape.table_offset()..][..shape.table_len()];
-        return Root::new(id, 0, 0, shape, stored);
-    }
-    let entry: [u8; ENTRY] = match table {
-        Some(table) => table[0].to_bytes(),
-        None => image::table(image, 0, shape)[0].to_bytes(),
-    };
-    Root::new(id, 0, 0, shape, &entry)
-}
-
 impl Inner {
     /// Finds the block in memory, joins its flight, or starts one. Waits until `deadline` for a
     /// slot to load it into; see [`Inner::reserve`].
@@ -253,32 +240,31 @@ impl Inner {
                 let image = unsafe { pin.bytes(flight.shape.image_len()) };
                 proof.verify(image, flight.shape)
             });
-            let _ = inner.finish(&flight, pin, verified.is_ok());
+            let _ = inner.finish(&flight, pin, verified.ok());
         }));
     }
 
-    /// Publishes an image that was verified, or drops it with the entry's claim to it.
+    /// Publishes an image that was verified, with its root in memory, or drops it with the entry's
+    /// claim to it.
     pub(crate) fn finish(
         self: &Arc<Self>,
         flight: &Arc<Flight>,
         pin: Pin,
-        verified: bool,
+        verified: Option<Root>,
     ) -> Landing {
-        let landing = if verified {
-            self.publish_loaded(flight, pin)
-        } else {
-            pin.discard();
-            Err(self.lose_cold(flight.block, &flight.cold, Miss::Corrupt))
+        let landing = match verified {
+            Some(root) => self.publish_loaded(flight, pin, root),
+            None => {
+                pin.discard();
+                Err(self.lose_cold(flight.block, &flight.cold, Miss::Corrupt))
+            }
         };
         self.land(flight, landing);
         landing
     }
 
-    fn publish_loaded(&self, flight: &Flight, pin: Pin) -> Landing {
+    fn publish_loaded(&self, flight: &Flight, pin: Pin, root: Root) -> Landing {
         let (h, epoch) = flight.block;
-        // SAFETY: the slot holds the verified image, and is ours alone.
-        let image = unsafe { pin.bytes(flight.shape.image_len()) };
-        let root = memory_root(&flight.id, flight.shape, image, None);
         let mut shard = self.index.shard(h);
         let Some(entry) = shard.get_same(h, epoch) else {
             drop(shard);

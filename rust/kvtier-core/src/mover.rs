@@ -19,7 +19,6 @@ use crate::arena::Pin;
 use crate::cold::Room;
 use crate::error::Kind;
 use crate::index::{Cold, Entry, MEMORY_TIERS, NOWHERE};
-use crate::load::memory_root;
 use crate::order::Known;
 use crate::policy::Handle;
 use crate::space::{Force, Left};
@@ -144,14 +143,8 @@ impl Budget {
 /// The root of a block's image at `generation` on NVMe; `None` if the image is not what was put.
 fn cold_root(entry: &Entry, image: &[u8], generation: u64) -> Option<Root> {
     let (id, shape) = (&entry.id, entry.shape);
-    if shape.table_len() == 0 {
-        let table = image::table(image, 0, shape);
-        let proven = memory_root(id, shape, image, Some(&table)) == entry.root;
-        return proven.then(|| Root::new(id, generation, 0, shape, &table[0].to_bytes()));
-    }
-    image::verify(image, shape, entry.root, id, 0, 0).ok()?;
-    let stored = &image[shape.table_offset()..][..shape.table_len()];
-    Some(Root::new(id, generation, 0, shape, stored))
+    let table = image::verify(image, shape, entry.root, id, 0, 0).ok()?;
+    Some(Root::over(&table, id, generation, 0, shape))
 }
 
 impl Mover {

@@ -14,7 +14,7 @@ use crate::layout::{Piece, Selection};
 use crate::load::{Flight, Found, Miss};
 use crate::order::Known;
 use crate::policy::Handle;
-use crate::reader::{Proof, copy_out};
+use crate::reader::{Proof, copy_out, copy_proven};
 use crate::store::{Inner, NVME, Namespace, Store};
 
 /// Looks at the index after which a reader whose deadline has passed gives up.
@@ -485,9 +485,18 @@ impl Inner {
                 codec: 0,
                 root,
             });
+            let out = request.out.ptr;
             // SAFETY: `out` has the pieces' length (checked) and is the caller's promise.
-            let copied = unsafe { copy_out(bytes, shape, proof, &pieces, request.out.ptr) };
-            if copied.is_ok() {
+            let right = unsafe {
+                match proof {
+                    Some(proof) => copy_proven(bytes, shape, proof, &pieces, out).is_ok(),
+                    None => {
+                        copy_out(bytes, &pieces, out);
+                        true
+                    }
+                }
+            };
+            if right {
                 drop(pin);
                 if let Some(pacer) = &self.memory[tier].pacer {
                     pacer.pass(request.out.len);
@@ -516,22 +525,20 @@ impl Inner {
             match &pieces {
                 Ok(pieces) if request.selection.is_all() => {
                     // SAFETY: `out` has the pieces' length (checked) and is the caller's promise.
-                    unsafe { copy_out(bytes, shape, Some(proof), pieces, request.out.ptr) }
+                    unsafe { copy_proven(bytes, shape, proof, pieces, request.out.ptr) }
                 }
-                Ok(pieces) => proof
-                    .verify(bytes, shape)
+                Ok(pieces) => proof.verify(bytes, shape).inspect(|_| {
                     // SAFETY: as above.
-                    .and_then(|()| unsafe {
-                        copy_out(bytes, shape, None, pieces, request.out.ptr)
-                    }),
+                    unsafe { copy_out(bytes, pieces, request.out.ptr) }
+                }),
                 Err(_) => proof.verify(bytes, shape),
             }
         });
-        let landing = self.finish(flight, pin, verified.is_ok());
+        let landing = self.finish(flight, pin, verified.ok());
         pieces?;
         // A block that was removed while it was read is still a hit: the bytes are the right ones.
         Ok(match (verified, landing) {
-            (Ok(()), _) => Ok(()),
+            (Ok(_), _) => Ok(()),
             (Err(_), Err(miss)) => Err(miss),
             (Err(_), Ok(())) => Err(Miss::Corrupt),
         })
@@ -562,7 +569,7 @@ impl Inner {
                             proof.verify(bytes, flight.shape)
                         });
                         loaded = Some(pin.clone());
-                        match self.finish(flight, pin, good.is_ok()) {
+                        match self.finish(flight, pin, good.ok()) {
                             Ok(()) | Err(Miss::Absent) => {}
                             Err(miss) => return Err(miss),
                         }

@@ -19,28 +19,25 @@ pub struct Proof<'a> {
 }
 
 impl Proof<'_> {
-    /// Verifies a whole image.
-    pub fn verify(&self, image: &[u8], shape: Shape) -> Result<(), Mismatch> {
-        image::verify(
-            image,
-            shape,
-            self.root,
-            self.id,
-            self.generation,
-            self.codec,
-        )
+    /// Verifies a whole image. Returns the root of the same image in memory.
+    pub fn verify(&self, image: &[u8], shape: Shape) -> Result<Root, Mismatch> {
+        let (generation, codec) = (self.generation, self.codec);
+        let table = image::verify(image, shape, self.root, self.id, generation, codec)?;
+        Ok(self.in_memory(&table, shape))
     }
 
-    fn holds(&self, table: &[Segment], shape: Shape) -> Result<(), Mismatch> {
-        if image::table_matches(
-            table,
-            self.root,
-            shape,
-            self.id,
-            self.generation,
-            self.codec,
-        ) {
-            return Ok(());
+    /// The root, in memory, of an image with this table, which has been found right.
+    fn in_memory(&self, table: &[Segment], shape: Shape) -> Root {
+        if self.generation == 0 && self.codec == 0 {
+            return self.root;
+        }
+        Root::over(table, self.id, 0, 0, shape)
+    }
+
+    fn holds(&self, table: &[Segment], shape: Shape) -> Result<Root, Mismatch> {
+        let (generation, codec) = (self.generation, self.codec);
+        if image::table_matches(table, self.root, shape, self.id, generation, codec) {
+            return Ok(self.in_memory(table, shape));
         }
         Err(if shape.table_len() == 0 {
             Mismatch::Segment(0)
@@ -50,31 +47,35 @@ impl Proof<'_> {
     }
 }
 
-/// Copies `pieces` of an image to `out`, one after another, and verifies every segment they touch
-/// against `proof`, if one is given. On a mismatch `out` holds bytes that must not be used.
+/// Copies `pieces` of an image to `out`, one after another.
 ///
 /// # Safety
 /// `out` must be valid for writes of the pieces' bytes, and overlap neither them nor anything that
 /// others read.
-pub unsafe fn copy_out(
+pub unsafe fn copy_out(image: &[u8], pieces: &[Piece], out: *mut u8) {
+    let mut at = 0;
+    for piece in pieces {
+        // SAFETY: pieces lie in the payload; `out` holds them one after another.
+        unsafe { copy(out.add(at), image.as_ptr().add(piece.offset), piece.len) };
+        at += piece.len;
+    }
+}
+
+/// As [`copy_out`], and verifies every segment that the pieces touch. Returns the root of the same
+/// image in memory. On a mismatch `out` holds bytes that must not be used.
+///
+/// # Safety
+/// As [`copy_out`].
+pub unsafe fn copy_proven(
     image: &[u8],
     shape: Shape,
-    proof: Option<Proof<'_>>,
+    proof: Proof<'_>,
     pieces: &[Piece],
     out: *mut u8,
-) -> Result<(), Mismatch> {
+) -> Result<Root, Mismatch> {
     let src = image.as_ptr();
     let payload = shape.payload();
     let whole = matches!(pieces, [piece] if piece.offset == 0 && piece.len == payload);
-    let Some(proof) = proof else {
-        let mut at = 0;
-        for piece in pieces {
-            // SAFETY: pieces lie in the payload; `out` holds them one after another.
-            unsafe { copy(out.add(at), src.add(piece.offset), piece.len) };
-            at += piece.len;
-        }
-        return Ok(());
-    };
     if shape.segments() == 1 {
         let checksum = if whole {
             // SAFETY: the payload is `payload` bytes long, and so is `out`.
@@ -87,15 +88,15 @@ pub unsafe fn copy_out(
             len: payload as u32,
             checksum,
         }];
-        proof.holds(&table, shape)?;
+        let root = proof.holds(&table, shape)?;
         if !whole {
             // SAFETY: the caller's contract.
-            return unsafe { copy_out(image, shape, None, pieces, out) };
+            unsafe { copy_out(image, pieces, out) };
         }
-        return Ok(());
+        return Ok(root);
     }
     let table = image::table(image, 0, shape);
-    proof.holds(&table, shape)?;
+    let root = proof.holds(&table, shape)?;
     let check = |i: usize, checksum: u64| {
         if checksum == table[i].checksum {
             Ok(())
@@ -112,7 +113,7 @@ pub unsafe fn copy_out(
         for (i, segment) in table.iter().enumerate() {
             copied(i, segment.offset as usize)?;
         }
-        return Ok(());
+        return Ok(root);
     }
     let (mut at, mut verified) = (0, None);
     for piece in pieces {
@@ -131,7 +132,7 @@ pub unsafe fn copy_out(
         }
         at += piece.len;
     }
-    Ok(())
+    Ok(root)
 }
 
 #[cfg(test)]
@@ -190,7 +191,7 @@ mod tests {
                     .collect();
                 let mut out = vec![0u8; want.len()];
                 // SAFETY: `out` has the pieces' length.
-                unsafe { copy_out(&image, shape, Some(proof), &pieces, out.as_mut_ptr()) }.unwrap();
+                unsafe { copy_proven(&image, shape, proof, &pieces, out.as_mut_ptr()) }.unwrap();
                 assert_eq!(out, want);
                 let Some(first) = pieces.first() else {
                     continue;
@@ -198,8 +199,7 @@ mod tests {
                 let mut bad = image.clone();
                 bad[first.offset] ^= 1;
                 // SAFETY: as above.
-                let copied =
-                    unsafe { copy_out(&bad, shape, Some(proof), &pieces, out.as_mut_ptr()) };
+                let copied = unsafe { copy_proven(&bad, shape, proof, &pieces, out.as_mut_ptr()) };
                 assert!(copied.is_err());
             }
         }

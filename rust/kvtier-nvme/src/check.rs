@@ -178,6 +178,7 @@ fn verify(
         shape, root, codec, ..
     } = *entry;
     image::verify(&image, shape, root, &record.id, record.generation, codec)
+        .map(drop)
         .map_err(|why| format!("does not match its root ({why:?})"))
 }
 

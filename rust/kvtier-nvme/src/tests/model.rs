@@ -467,8 +467,5 @@ fn the_helpers_of_these_tests_see_a_difference() {
     let (image, shape, root) = sealed(&id(1), 7, 70_000);
     let (other, ..) = sealed(&id(1), 8, 70_000);
     assert!(image[..70_000] != other[..70_000]);
-    assert_eq!(
-        kvtier_codec::image::verify(&image, shape, root, &id(1), 7, 3),
-        Ok(())
-    );
+    assert!(kvtier_codec::image::verify(&image, shape, root, &id(1), 7, 3).is_ok());
 }
