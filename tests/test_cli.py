@@ -90,7 +90,16 @@ def test_the_demo_prints_a_table_and_an_answer(model: Path, text: Path, tmp_path
     words = ["--tokens", 128, "--chunk-tokens", 32, "--cache", tmp_path]
     done = kvtier("demo", "--model", model, "--text", text, "--question", "Who?", *words)
     assert done.returncode == 0, done.stderr
-    for shown in ("DRAM-warm", "NVMe-warm", "128 of", "GB/s", "the answer:", "bit-identical"):
+    for shown in (
+        "s  cold, storing",
+        "s  flushing to NVMe",
+        "DRAM-warm",
+        "NVMe-warm",
+        "128 of",
+        "GB/s",
+        "the answer:",
+        "bit-identical",
+    ):
         assert shown in done.stdout
 
 
@@ -98,6 +107,26 @@ def test_the_demo_refuses_a_prompt_that_is_too_long(model: Path, text: Path, tmp
     done = kvtier("demo", "--model", model, "--text", text, "--tokens", 2000, "--cache", tmp_path)
     assert done.returncode == 2
     assert "the model allows 1024" in done.stderr
+
+
+@pytest.mark.parametrize("config", [None, "{}", "not json"])
+def test_the_demo_refuses_a_directory_without_a_model(text: Path, tmp_path: Path, config: str | None) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    done = kvtier("demo", "--model", folder, "--text", text, "--cache", tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert str(folder) in done.stderr
+    assert "give one with a causal language model's config.json" in done.stderr
+
+
+def test_the_demo_refuses_a_cache_that_takes_no_files(model: Path, text: Path) -> None:
+    done = kvtier("demo", "--model", model, "--text", text, "--cache", "/proc/kvtier")
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: /proc/kvtier cannot be made")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_without_a_network_the_demo_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

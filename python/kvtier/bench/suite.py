@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvtier.bench.nvme import DiskBench
 from kvtier.bench.plan import Plan
 from kvtier.bench.threads import idle, victim
 from kvtier.errors import KvtierError, StorageError
+from kvtier.scratch import home, scratch
 
 __all__ = ["disk_rows", "memory_rows", "store_suite"]
 
@@ -47,16 +47,16 @@ def store_suite(plan: Plan, directory: Path, say: Callable[[str], None] = lambda
         say: told what is measured next.
 
     Raises:
+        ConfigError: a directory that is not there and cannot be made.
         StorageError: not enough room on the drive.
     """
-    free = os.statvfs(directory)
+    free = os.statvfs(home(directory))
     if free.f_bavail * free.f_frsize < plan.disk_bytes * 1.1:
         raise StorageError(
             f"{directory} has {free.f_bavail * free.f_frsize} bytes free, and the bench needs {int(plan.disk_bytes * 1.1)}: "
             "give another --dir, or --quick"
         )
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as folder:
-        place = Path(folder)
+    with scratch(directory, "kvtier-bench-") as place:
         parts: list[tuple[str, str, Callable[[], Iterator[Row]]]] = [
             ("memory", "dram", lambda: memory_rows(plan)),
             ("NVMe", "nvme", lambda: disk_rows(plan, place)),

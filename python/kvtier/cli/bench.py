@@ -13,6 +13,7 @@ from kvtier import _kvtier
 from kvtier.bench import FULL, QUICK, Row, codec_suite, store_suite
 from kvtier.cli.output import console, emit, json_option
 from kvtier.errors import UnsupportedError
+from kvtier.scratch import DEFAULT
 
 __all__ = ["bench"]
 
@@ -26,7 +27,7 @@ _SUITES = ("store", "codecs", "prefill")
     "--dir",
     "directory",
     type=click.Path(path_type=Path, file_okay=False),
-    default=Path.home() / ".cache" / "kvtier",
+    default=DEFAULT,
     show_default=True,
     help="A directory on the drive to measure; what is written there is removed again.",
 )
@@ -47,11 +48,7 @@ def bench(suite: str, quick: bool, directory: Path, as_json: bool) -> None:
         if not quiet:
             click.echo(f"measuring {what}", err=True)
 
-    if suite == "codecs":
-        measured = codec_suite(plan, say)
-    else:
-        directory.mkdir(parents=True, exist_ok=True)
-        measured = store_suite(plan, directory, say)
+    measured = codec_suite(plan, say) if suite == "codecs" else store_suite(plan, directory, say)
     for row in measured:
         if as_json:
             emit(asdict(row))

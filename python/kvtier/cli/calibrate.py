@@ -12,6 +12,7 @@ from kvtier.cli.demo import needs_torch
 from kvtier.cli.output import console, emit, json_option, pairs, size, time
 from kvtier.errors import ConfigError
 from kvtier.kappa.measured import Measured
+from kvtier.scratch import DEFAULT
 
 __all__ = ["calibrate"]
 
@@ -29,7 +30,7 @@ __all__ = ["calibrate"]
     "--dir",
     "directory",
     type=click.Path(path_type=Path, file_okay=False),
-    default=Path.home() / ".cache" / "kvtier",
+    default=DEFAULT,
     show_default=True,
     help="A directory on the drive to measure; what is written there is removed again.",
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from kvtier.cli import prompt as prompts
 from kvtier.cli.output import Failure, console, emit, json_option, seconds, size
 from kvtier.config import Dram, Nvme
 from kvtier.errors import ConfigError
+from kvtier.scratch import DEFAULT, home, scratch
 from kvtier.store import Store
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Row:
 @click.option(
     "--cache",
     type=click.Path(path_type=Path),
-    default=Path.home() / ".cache" / "kvtier",
+    default=DEFAULT,
     show_default=True,
     help="Keeps the demo model and, while it runs, the store: put it on a real drive.",
 )
@@ -96,7 +96,7 @@ def demo(
     """
     say: Callable[[str], None] = (lambda line: click.echo(line, err=True)) if as_json else console.print
     needs_torch()
-    cache.mkdir(parents=True, exist_ok=True)
+    home(cache)
     directory = directory or models.fetch(cache, say)
     text = prompts.read_text(text_file) if text_file else prompts.python_topics()
     question = question or (
@@ -110,9 +110,9 @@ def demo(
             f"the prompt has {len(prompt)} tokens and the answer {ANSWER_TOKENS}; the model allows {limit}: give fewer --tokens"
         )
     say(f"{directory.name}, {dtype}: a prompt of {len(prompt)} tokens ending in: {question}")
-    with tempfile.TemporaryDirectory(prefix="demo-", dir=cache) as work:
-        demonstration = Demonstration(directory, model, prompt, chunk_tokens, dtype, Path(work))
-        with _progress(model, 3 * len(prompt), hidden=as_json) as step:
+    with scratch(cache, "demo-") as work:
+        demonstration = Demonstration(directory, model, prompt, chunk_tokens, dtype, work)
+        with _progress(model, 3 * len(prompt), say, bar=console.is_terminal and not as_json) as step:
             demonstration.run(step)
     answer = tokenizer.decode(demonstration.answer, skip_special_tokens=True).strip()
     (_print_json if as_json else _print_table)(demonstration, answer)
@@ -310,20 +310,26 @@ def needs_torch() -> None:
 
 
 @contextmanager
-def _progress(model: Any, tokens: int, *, hidden: bool) -> Iterator[Callable[[str], None]]:
-    """A bar that moves with the tokens that leave each layer of ``model``, up to ``tokens`` through all of them."""
+def _progress(model: Any, tokens: int, say: Callable[[str], None], *, bar: bool) -> Iterator[Callable[[str], None]]:
+    """A bar that moves with the tokens that leave each layer of ``model``, up to ``tokens`` through all of them; without
+    a terminal, a line a step.
+    """
+    if not bar:
+        begun = time.monotonic()
+        yield lambda text: say(f"{time.monotonic() - begun:6.1f} s  {text}")
+        return
     layers = list(getattr(model.base_model, "layers", [model]))
     columns = (TextColumn("{task.description:<34}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=tokens * len(layers))
+    with Progress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task("", total=tokens * len(layers))
 
         def advance(_module: Any, _args: Any, output: Any) -> None:
             hidden_states = output[0] if isinstance(output, tuple) else output
-            bar.advance(task, hidden_states.shape[-2])
+            shown.advance(task, hidden_states.shape[-2])
 
-        hooks = [layer.register_forward_hook(advance) for layer in layers] if not hidden else []
+        hooks = [layer.register_forward_hook(advance) for layer in layers]
         try:
-            yield lambda text: bar.update(task, description=text)
+            yield lambda text: shown.update(task, description=text)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import StorageError
+from kvtier.errors import ConfigError, StorageError
 
 __all__ = ["fetch", "load"]
 
@@ -57,15 +57,25 @@ def load(directory: Path, dtype: str = "float32") -> tuple[Any, Any]:
 
     Returns:
         ``(model, tokenizer)``, the model in evaluation mode on the CPU. Blocks while it reads.
+
+    Raises:
+        ConfigError: where there is none.
     """
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), local_files_only=True
-    )
+    needs = "give one with a causal language model's config.json, its safetensors weights and its tokenizer"
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{directory} has no config.json: {needs}")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, dtype), local_files_only=True
+        )
+    except Exception as error:  # whatever a library makes of files that are not its own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{directory} holds no model that can be loaded ({reason}): {needs}") from error
     return model.eval(), tokenizer
 
 

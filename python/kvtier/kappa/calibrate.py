@@ -6,7 +6,6 @@ import datetime
 import platform
 import shutil
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvtier.kappa.cost import flops, weight_bytes
 from kvtier.kappa.measured import Measured, MeasuredTier
 from kvtier.kappa.model import ModelSpec
 from kvtier.kappa.passes import Passes
+from kvtier.scratch import scratch
 
 if TYPE_CHECKING:
     from kvtier.kappa.rig import Rig
@@ -60,12 +60,11 @@ def calibrate(
     if unknown := set(emulate_gbs or {}) - {"dram", "nvme"}:
         raise ConfigError(f"emulate_gbs has {', '.join(sorted(unknown))}; allowed are dram and nvme")
     spec_of(model)  # refuses what is not known before anything is measured
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="calibrate-", dir=directory) as work:
-        place = Path(work) / "kept"
+    with scratch(directory, "calibrate-") as work:
+        place = work / "kept"
         place.mkdir()
         say(f"computing the KV of {tokens} tokens")
-        return measure(Rig(model, place, tokens, chunk=chunk), Path(work), runs, emulate_gbs or {}, say)
+        return measure(Rig(model, place, tokens, chunk=chunk), work, runs, emulate_gbs or {}, say)
 
 
 def spec_of(model: Any) -> ModelSpec:
