@@ -191,13 +191,6 @@ def test_too_small_a_drive_is_refused_before_anything_is_written(tmp_path: Path)
 # The command
 
 
-def test_suites_of_later_versions_are_refused() -> None:
-    done = bench("--suite", "prefill", "--quick")
-    assert done.returncode == 2
-    assert "--suite prefill is not in this version" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_the_codecs_are_measured_beside_memcpy_and_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {row.name: row for row in codec_suite(TINY)}
     names = ["int8", "fp8", "int4", "planes", "zstd_planes"]
