@@ -356,7 +356,13 @@ def test_busy_time_is_a_union() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
-    [([4096] * 3, [1, 1, 1]), ([4096] * 32, [4] * 8), ([65536] * 16, [1] * 16), ([24576] * 30, [3] * 10)],
+    [
+        ([4096] * 3, [1, 1, 1]),
+        ([4096] * 32, [2] * 16),
+        ([12288] * 32, [2] * 16),
+        ([65536] * 16, [1] * 16),
+        ([24576] * 30, [1] * 30),
+    ],
 )
 def test_layers_load_in_groups_of_a_useful_size(sizes: list[int], expected: list[int]) -> None:
     groups = layer_groups(sizes)
@@ -416,6 +422,13 @@ def test_the_plan_is_the_best_of_all(model: Any, rate: float, front: int | None)
     measured = meter.measured()
     assert measured is not None
     chosen = plan(128, 10, ["dram"] * 8, 10_000, CHUNK, 4, measured, front)
+
+    # More than a chunk of new tokens: only the first one is overlapped.
+    longer = plan(128, CHUNK + 10, ["dram"] * 8, 10_000, CHUNK, 4, measured, 0).predicted
+    first = measured.prefill.last(128, CHUNK)
+    assert longer["ttft_s"] == pytest.approx(
+        max(longer["new_s"], longer["load_s"] + longer["new_s"] - first + first / 4)
+    )
 
     def ttft(chunks: int) -> float:
         load, first, after = (

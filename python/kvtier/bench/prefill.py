@@ -30,22 +30,22 @@ class Sweep:
         cached: K, stored tokens.
         new: T, tokens behind them, at most a chunk.
         pipelined: K and T of the pipelined row, where loading and computing take about as long.
-        chunk: tokens of a pass.
+        chunk: tokens of a pass; in the pipelined row all new ones are one.
         pairs: interleaved samples a figure; at least 9.
         factors: link rates, as multiples of the one at which loading takes as long as computing.
     """
 
-    cached: int = 512
+    cached: int = 384
     new: int = 32
-    pipelined: tuple[int, int] = (1024, 128)
-    chunk: int = 128
+    pipelined: tuple[int, int] = (1024, 256)
+    chunk: int = 64
     pairs: int = 9
-    factors: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    factors: tuple[float, ...] = (0.35, 0.6, 1.0, 1.7, 3.0)
 
 
 QUICK_SWEEP = Sweep()
 """About three minutes on two cores with a model of 135M parameters."""
-FULL_SWEEP = Sweep(2048, 64, (4096, 256), 256, 15, (0.125, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 8.0))
+FULL_SWEEP = Sweep(2048, 64, (4096, 512), 256, 15, (0.125, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 8.0))
 
 
 @dataclass
@@ -92,14 +92,14 @@ class _Bench:
         self.tokens = [random.Random(1).randrange(model.config.vocab_size) for _ in range(length)]
         self.blocks = length // self.layout.block_tokens
         self.source = BlockBuffer(self.layout, self.blocks)
-        with self._store(None, 0) as engine:
+        with self._store(None, 0, sweep.chunk) as engine:
             result = engine.run(self.tokens)
             self.source.read_from([(la.keys, la.values) for la in result.cache.layers], 0, self.blocks)
-            whole = engine.run(self.tokens[: sweep.cached + sweep.new]).report
+            whole = engine.run(self.tokens[: sweep.cached + sweep.new], front=sweep.cached).report
         self.compute_s = whole.compute_s
 
     @contextmanager
-    def _store(self, gbs: float | None, cached: int) -> Iterator[PrefillEngine]:
+    def _store(self, gbs: float | None, cached: int, chunk: int) -> Iterator[PrefillEngine]:
         """An engine over memory of that rate, which holds the KV of the first ``cached`` tokens."""
         size = self.layout.bytes_per_token * len(self.tokens) * 5 // 4 + (64 << 20)
         with Store(Dram(size, emulate_gbs=gbs)) as store:
@@ -107,20 +107,20 @@ class _Bench:
             blocks = store.namespace(Identity(b"bench"), self.layout)
             keys = blocks.chain(self.tokens[:cached])
             blocks.put_many(keys, self.source.rows(len(keys)), parents=[None, *keys][: len(keys)])
-            with PrefillEngine(self.model, blocks, chunk_tokens=self.sweep.chunk) as engine:
+            with PrefillEngine(self.model, blocks, chunk_tokens=chunk) as engine:
                 yield engine
 
     def pipelined(self) -> Row:
         """The row of layers that load while others are computed."""
         cached, new = self.sweep.pipelined
         tokens = self.tokens[: cached + new]
-        with self._store(None, cached) as engine:
+        with self._store(None, cached, new) as engine:
             new_s = statistics.median(
                 engine.run(tokens, front=0, overlap=False).report.measured["new_s"] for _ in range(3)
             )
         rate = cached * self.layout.bytes_per_token / new_s / 1e9
         values, bounds = [], []
-        with self._store(rate, cached) as engine:
+        with self._store(rate, cached, new) as engine:
             for i in range(self.sweep.pairs):
                 pair: dict[bool, PrefillReport] = {}
                 for overlap in (i % 2 == 0, i % 2 != 0):
@@ -145,7 +145,7 @@ class _Bench:
         ]
         seconds: list[list[float]] = [[], [], [], []]
         bounds, over, better, errors = [], [], [], []
-        with self._store(rate, sweep.cached) as engine:
+        with self._store(rate, sweep.cached, sweep.chunk) as engine:
             for way in ways:  # the engine measures, torch warms up
                 engine.run(tokens, **way)
             for i in range(sweep.pairs):

@@ -167,6 +167,7 @@ class PrefillEngine:
         *,
         stop: Collection[int] = (),
         pick: Callable[[torch.Tensor], int] | None = None,
+        after: Prefill | None = None,
     ) -> Iterator[int]:
         """Prefill a prompt and go on from there, token by token. Blocks that fill up on the way are stored.
 
@@ -175,12 +176,13 @@ class PrefillEngine:
             max_new_tokens: how many at most.
             stop: tokens that end it; they are not given.
             pick: makes a token of logits ``[1, vocabulary]``. Default: the largest.
+            after: the prefill of this prompt, where it was done already. Default: do it.
 
         Returns:
             An iterator of tokens. Blocks while each is computed. Whoever stops early closes it.
         """
         tokens = token_ids(input_ids)
-        logits, cache, _ = self.run(tokens)
+        logits, cache, _ = after or self.run(tokens)
         size, kept = self.blocks.layout.block_tokens, len(tokens)
         try:
             for _ in range(max_new_tokens):

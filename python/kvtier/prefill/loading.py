@@ -19,7 +19,7 @@ __all__ = ["Load", "MissingError", "Stages", "layer_groups"]
 
 LOADERS = 2
 """One reads from the store while the other copies to where the model reads: one would leave the link idle meanwhile."""
-_READ = 64 << 10
+_READ = 16 << 10
 
 
 class MissingError(Exception):
@@ -27,7 +27,8 @@ class MissingError(Exception):
 
 
 def layer_groups(sizes: Sequence[int]) -> list[range]:
-    """Layers to load together: enough that a block's part has 64 KiB, but never more than an eighth of them.
+    """Layers to load together: enough that a block's part has 16 KiB, but never more than a sixteenth of them: what waits
+    for the last of them cannot be overlapped.
 
     Args:
         sizes: bytes of each layer in a block.
@@ -36,7 +37,7 @@ def layer_groups(sizes: Sequence[int]) -> list[range]:
         Ranges of layers, first to last.
     """
     layers = len(sizes)
-    each = max(1, min(-(-_READ * layers // sum(sizes)), layers // 8))
+    each = max(1, min(-(-_READ * layers // sum(sizes)), layers // 16))
     return [range(first, min(first + each, layers)) for first in range(0, layers, each)]
 
 

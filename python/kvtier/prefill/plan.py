@@ -166,9 +166,9 @@ def plan(
         front: a choice that was made already.
 
     Returns:
-        The plan; in each, TTFT = max(front_s + new_s, load_s + new_s / groups): the front and the new tokens are
-        computed while the tail loads, and only the last layers of the new tokens must wait for its last layers
-        (:func:`kvtier.kappa.pipelined`, with a front).
+        The plan; in each, TTFT = max(front_s + new_s, load_s + first_s / groups + further_s): the front and the first
+        chunk of new tokens are computed while the tail loads, only the last layers of that chunk must wait for its last
+        layers (:func:`kvtier.kappa.pipelined`, with a front), and further chunks follow.
     """
     if not cached:
         return Plan(0, "recompute", "nothing of this prompt is stored", {})
@@ -182,6 +182,7 @@ def plan(
         sizes[tier] = sizes.get(tier, 0.0) + block_bytes
     decision = decide(Request(cached, new), Residency(sizes), measured, granularity=grid)
     after = measured.prefill.last(cached, new)
+    behind = after - measured.prefill.last(cached, min(new, grid)) * (1 - 1 / groups)
     load_s, loads = 0.0, [0.0] * (cached // grid + 1)
     per_tier = dict.fromkeys(sizes, 0.0)
     for chunk in range(cached // grid - 1, -1, -1):
@@ -192,7 +193,7 @@ def plan(
 
     def total(chunk: int) -> float:
         front_s = measured.prefill.prefix(chunk * grid)
-        return max(front_s + after, loads[chunk] + after / groups) if loads[chunk] else front_s + after
+        return max(front_s + after, loads[chunk] + behind) if loads[chunk] else front_s + after
 
     if front is None:
         best, lowest = 0, total(0)
