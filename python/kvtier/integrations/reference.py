@@ -58,6 +58,7 @@ class DictNamespace:
 
     layout: KVLayout
     blocks: dict[bytes, bytes] = field(default_factory=dict)
+    importance: dict[bytes, float] = field(default_factory=dict)
 
     def chain(self, token_ids: Sequence[int], extras: None = None) -> list[bytes]:
         """One 32-byte key a full block of ``token_ids``; equal keys mean equal prefixes."""
@@ -78,6 +79,12 @@ class DictNamespace:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key is here."""
         return [key in self.blocks for key in keys]
+
+    def set_importance(self, keys: Sequence[bytes], scores: Sequence[float]) -> list[bool]:
+        """Keep the score of each key that is here."""
+        held = self.contains(keys)
+        self.importance |= {key: score for key, score, here in zip(keys, scores, held, strict=True) if here}
+        return held
 
     def prefetch(
         self, keys: Sequence[bytes], *, to: str = "dram", deadline: float | None = None, priority: int = 0

@@ -19,6 +19,7 @@ from kvtier.integrations.verbs import BlockNamespace
 from kvtier.kappa import Measured
 from kvtier.prefill.ahead import Lookahead
 from kvtier.prefill.cache import Room, RoomyLayer
+from kvtier.prefill.importance import AttentionMass, block_scores, watching
 from kvtier.prefill.loading import Load, MissingError, Stages, layer_groups
 from kvtier.prefill.model import forward, layout_of, namespace, synchronise, token_ids
 from kvtier.prefill.plan import Meter, plan
@@ -59,6 +60,8 @@ class PrefillEngine:
             measure.
         staging: memory for loads under way, see :func:`kvtier.config.parse_size`. Default 64 MiB.
         backlog: memory of KV that may wait for its write-back; blocks beyond it are refused. Default 1 GiB.
+        importance: whether to sample what each token is attended to, and give the store the score of each block, see
+            :mod:`kvtier.prefill.importance`. Default no.
         lookahead: memory of the store that may be filled ahead for requests that wait, see :meth:`submit`. Default 256 MiB.
 
     Raises:
@@ -80,6 +83,7 @@ class PrefillEngine:
         staging: Size = "64MiB",
         backlog: Size = "1GiB",
         lookahead: Size = "256MiB",
+        importance: bool = False,
     ) -> None:
         self.model = model
         self.blocks: BlockNamespace = namespace(store, model) if hasattr(store, "namespace") else store
@@ -97,6 +101,7 @@ class PrefillEngine:
         self.chunk_tokens = chunk_tokens
         self.timeout = timeout
         self.reserve_tokens = reserve_tokens
+        self.importance = importance
         self.meter = Meter(model, chunk_tokens, measured)
         sizes = [end - start for start, end in itertools.pairwise(layout.offsets)]
         self.groups = layer_groups(sizes)
@@ -261,6 +266,7 @@ class _Run:
         self.size = self.blocks.layout.block_tokens
         self.keys = self.blocks.chain(tokens)
         self.room = Room(self.blocks.layout, len(tokens) + engine.reserve_tokens, engine.model.device)
+        self.mass = AttentionMass(len(tokens)) if engine.importance else None
         self.stored = WriteBack(begun)
         self.events: list[Event] = []
         self.passes: list[tuple[int, int, float]] = []
@@ -314,6 +320,9 @@ class _Run:
         ended = time.perf_counter()
         if load.missing:
             why = f"{why}; but loading failed: {load.reason}: {self.lost} tokens were computed again"
+        if self.mass is not None and self.keys:
+            scores = block_scores(self.mass.scores(), 0, len(self.keys), self.size)
+            self.engine._writer.submit(self.room.pairs, self.room.readers, 0, self.keys, None, self.stored, scores)
         report = self._report(ended, match.tokens, cached, front, load, chosen.predicted, why)
         self.engine.meter.computed(self.passes)
         self.engine.meter.loaded(report.bytes, report.load_s)
@@ -364,7 +373,8 @@ class _Run:
 
         self.room.watch(before)
         begun = time.perf_counter()
-        logits = forward(self.engine.model, self.tokens[start:end], self.room.cache)
+        with watching(self.engine.model, self.mass):
+            logits = forward(self.engine.model, self.tokens[start:end], self.room.cache)
         synchronise(self.engine.model.device)
         ended = time.perf_counter()
         # A layer is seen when it updates the cache: what lies between two updates is counted to the first of them.
@@ -425,5 +435,6 @@ class _Run:
                 "ttft_s": ttft,
             },
             stored=self.stored,
+            importance=None if self.mass is None else self.mass.scores(),
             timeline=tuple(sorted((*self.events, *load.events), key=lambda event: event.start_s)),
         )

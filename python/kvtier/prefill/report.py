@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from kvtier.prefill.storing import WriteBack
 from kvtier.prefill.timeline import Event
 
@@ -48,6 +50,10 @@ class PrefillReport:
     """The same terms as they were; ``load_s`` is the time in which anything was loading."""
     stored: WriteBack = field(repr=False, compare=False)
     """The write-back of the new blocks, which may still be running."""
+    importance: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    """``float32[tokens]``: attention that each token received, where that was asked for; tokens that no query looked at
+    that was computed now have 0.
+    """
     timeline: tuple[Event, ...] = field(default=(), repr=False)
     """Loads, computation and waits, layer by layer."""
 
@@ -73,7 +79,7 @@ class PrefillReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the timeline, as plain values."""
-        names = [name for name in self.__dataclass_fields__ if name not in ("stored", "timeline")]
+        names = [name for name in self.__dataclass_fields__ if name not in ("stored", "timeline", "importance")]
         plain = {name: getattr(self, name) for name in names}
         more = ("stalled_share", "blocks_stored", "blocks_refused", "store_s")
         return plain | {name: getattr(self, name) for name in more}

@@ -74,6 +74,7 @@ class _Job:
     first: int
     keys: Sequence[bytes]
     before: bytes | None
+    scores: Sequence[float]
     target: WriteBack = field(repr=False)
 
 
@@ -106,6 +107,7 @@ class Writer:
         keys: Sequence[bytes],
         before: bytes | None,
         target: WriteBack,
+        scores: Sequence[float] = (),
     ) -> None:
         """Store blocks in the background. Does not block.
 
@@ -116,6 +118,7 @@ class Writer:
             keys: of consecutive blocks.
             before: the key of the block before them; ``None`` for the first of a prompt.
             target: what the outcome is counted in.
+            scores: the importance of each block, or of the first of them; set once they are there. Default: left as it is.
         """
         size = len(keys) * self._blocks.layout.block_bytes
         with self._lock:
@@ -129,7 +132,7 @@ class Writer:
             target.opened()
             if readers is not None:
                 readers.enter((first + len(keys)) * self._blocks.layout.block_tokens)
-            self._jobs.put(_Job(pairs, readers, first, keys, before, target))
+            self._jobs.put(_Job(pairs, readers, first, keys, before, scores, target))
 
     def close(self) -> None:
         """Store what waits, then end the thread. Blocks until then."""
@@ -177,5 +180,7 @@ class Writer:
                 job.target.blocks_stored += sum(result.stored for result in results)
                 job.target.blocks_refused += sum(not (result.stored or result.present) for result in results)
                 done += len(part)
+            if job.scores:
+                self._blocks.set_importance(keys[: len(job.scores)], job.scores)
         except UNAVAILABLE:
             job.target.blocks_refused += len(keys) - done

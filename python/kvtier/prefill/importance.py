@@ -1,0 +1,141 @@
+"""How much attention each token gets: sampled while the model computes, through the attention registry of transformers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+__all__ = ["AttentionMass", "block_scores", "watching"]
+
+QUERIES = 8
+"""Queries of a chunk that are looked at, in each layer: evenly spread, the last one always."""
+SINKS = 4
+"""First tokens of a prompt, which every query attends to whatever they say."""
+
+_active = threading.local()
+
+
+class AttentionMass:
+    """The attention that the tokens of one prompt received.
+
+    Args:
+        tokens: how many there are at most.
+        queries: of each pass and layer, how many to look at. Default 8.
+
+    Attributes:
+        mass: ``float32[tokens]``: softmax weights, over heads, layers and the queries looked at.
+        seen: ``float32[tokens]``: how many of these could see the token.
+    """
+
+    def __init__(self, tokens: int, queries: int = QUERIES) -> None:
+        self.queries = queries
+        self.mass = torch.zeros(tokens)
+        self.seen = torch.zeros(tokens)
+
+    def scores(self) -> torch.Tensor:
+        """``float32[tokens]``: mass over how often a token was visible; 0 where it never was.
+
+        Early tokens are visible to more queries than late ones, which says nothing of how much they matter.
+        """
+        return torch.where(self.seen > 0, self.mass / self.seen.clamp(min=1), torch.zeros(()))
+
+    @torch.no_grad()
+    def look(
+        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float, window: int | None
+    ) -> None:
+        """Count a pass of one layer.
+
+        Args:
+            query: ``[1, heads, T, width]``, after RoPE.
+            key: ``[1, KV heads, K + T, width]``, after RoPE.
+            mask: ``[1, 1, T, K + T]``, of flags or of numbers to add; ``None`` for causal.
+            scaling: of the scores.
+            window: tokens that a query sees, itself included; ``None`` for all.
+        """
+        count, length = query.shape[2], key.shape[2]
+        if query.shape[0] != 1 or length > self.mass.numel():
+            return
+        step = max(count // self.queries, 1)
+        picked = torch.arange(count - 1, -1, -step, device=query.device)
+        heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+        some = query[0, :, picked].view(heads, groups * picked.numel(), -1)
+        scores = (some @ key[0].transpose(1, 2)).float().view(heads, groups, picked.numel(), length) * scaling
+        if mask is not None and mask.dim() == 4:
+            rows = mask[0, 0, picked, :length]
+            visible = rows if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min / 2
+        else:
+            at, keys = picked + (length - count), torch.arange(length, device=query.device)
+            visible = keys[None] <= at[:, None]
+            if window is not None:
+                visible &= keys[None] > at[:, None] - window
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        self.mass[:length] += weights.sum((0, 1, 2)).cpu() / (heads * groups)
+        self.seen[:length] += visible.sum(0).cpu()
+
+
+def block_scores(scores: torch.Tensor, first: int, blocks: int, block_tokens: int) -> list[float]:
+    """The score of each block: the mean of its tokens', and for those with the first tokens of a prompt the largest.
+
+    Args:
+        scores: of each token.
+        first: the first block's number.
+        blocks: how many.
+        block_tokens: tokens of one.
+    """
+    part = scores[first * block_tokens : (first + blocks) * block_tokens]
+    means: list[float] = part.view(blocks, block_tokens).mean(1).tolist()
+    sinks = -(-SINKS // block_tokens)
+    top = max(means, default=0.0)
+    return [top if first + i < sinks else mean for i, mean in enumerate(means)]
+
+
+@contextmanager
+def watching(model: Any, mass: AttentionMass | None) -> Iterator[None]:
+    """Count what the model attends to on this thread meanwhile; its results are the same bits.
+
+    Models that attend by something of their own (eager code outside of the registry) are not counted.
+    """
+    base = model.config._attn_implementation
+    if mass is None or base not in ALL_ATTENTION_FUNCTIONS:
+        yield
+        return
+    name = f"kvtier_{base}"
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        _register(name, base)
+    before = getattr(_active, "mass", None)
+    _active.mass = mass
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = base
+        _active.mass = before
+
+
+def _register(name: str, base: str) -> None:
+    attend = ALL_ATTENTION_FUNCTIONS[base]
+
+    def watched(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        mass: AttentionMass | None = getattr(_active, "mass", None)
+        if mass is not None:
+            scaling = options.get("scaling") or query.shape[-1] ** -0.5
+            mass.look(query, key, attention_mask, scaling, options.get("sliding_window"))
+        return attend(module, query, key, value, attention_mask, *args, **options)
+
+    AttentionInterface.register(name, watched)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])

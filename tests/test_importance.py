@@ -1,0 +1,117 @@
+"""Attention mass, sampled during a prefill, against all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kvtier import Dram, Store
+from kvtier.integrations.reference import DictNamespace
+from kvtier.prefill import PrefillEngine, layout_of, namespace
+from kvtier.prefill.importance import SINKS, AttentionMass, block_scores, watching
+from test_prefill import CONFIGS, build, llama
+from test_prefill_engine import BLOCK, CHUNK, PROMPT, same
+
+
+@torch.no_grad()
+def full(model: Any, tokens: list[int]) -> torch.Tensor:
+    """The mean weight that each token gets from the queries that see it, over heads and layers, by ``output_attentions``."""
+    eager = type(model)._from_config(model.config, attn_implementation="eager").to(model.dtype).eval()
+    eager.load_state_dict(model.state_dict())
+    weights = torch.stack(eager(input_ids=torch.tensor([tokens]), output_attentions=True).attentions)[:, 0]
+    seen = (weights > 0).any(1).sum((0, 1))  # queries of all layers that see it
+    mass: torch.Tensor = weights.mean(1).sum((0, 1)) / seen
+    return mass
+
+
+def rank_correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    ranks = [torch.argsort(torch.argsort(values)).numpy() for values in (one, other)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_with_every_query_it_is_the_attention_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(CONFIGS[name]())
+    monkeypatch.setattr("kvtier.prefill.engine.AttentionMass", lambda tokens: AttentionMass(tokens, queries=10**6))
+    with PrefillEngine(model, DictNamespace(layout_of(model, BLOCK)), chunk_tokens=CHUNK, importance=True) as engine:
+        found = engine.run(PROMPT).report.importance
+    torch.testing.assert_close(found, full(model, PROMPT), atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sampling_ranks_tokens_nearly_as_all_queries_do(name: str) -> None:
+    model = build(CONFIGS[name]())
+    with torch.no_grad():  # as sharp as a trained model's, or all tokens would weigh the same
+        for parameter_name, parameter in model.named_parameters():
+            if any(part in parameter_name for part in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj")):
+                parameter.mul_(6)
+    with PrefillEngine(model, DictNamespace(layout_of(model, BLOCK)), chunk_tokens=CHUNK, importance=True) as engine:
+        found = engine.run(PROMPT).report.importance
+    assert found is not None
+    # A trained model with more layers and heads reaches 0.9 (benches/importance.py); few queries see the last tokens.
+    assert rank_correlation(found[:-CHUNK], full(model, PROMPT)[:-CHUNK]) >= 0.7
+
+
+def test_looking_changes_no_bit_and_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(llama())
+    implementation = model.config._attn_implementation
+    with PrefillEngine(model, DictNamespace(layout_of(model, BLOCK)), chunk_tokens=CHUNK) as engine:
+        plain = engine.run(PROMPT)
+    with PrefillEngine(model, DictNamespace(layout_of(model, BLOCK)), chunk_tokens=CHUNK, importance=True) as engine:
+        watched = engine.run(PROMPT)
+        engine.flush(watched)
+        warm = engine.run(PROMPT, front=0)
+    same(plain, watched)
+    same(plain, warm)
+    assert plain.report.importance is None
+    assert warm.report.importance is not None
+    assert model.config._attn_implementation == implementation
+
+    def broken(*args: Any, **options: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", broken)
+    with pytest.raises(RuntimeError, match="broken"), watching(model, AttentionMass(8)):
+        model(input_ids=torch.tensor([[1, 2]]))
+    assert model.config._attn_implementation == implementation
+
+
+def test_blocks_get_their_scores_and_sinks_the_highest() -> None:
+    model = build(llama())
+    blocks = DictNamespace(layout_of(model, BLOCK))
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK, importance=True) as engine:
+        result = engine.run(PROMPT)
+        engine.flush(result)
+        scores = result.report.importance
+    assert scores is not None
+    keys = blocks.chain(PROMPT)
+    assert set(blocks.importance) == set(keys)
+    given = [blocks.importance[key] for key in keys]
+    means = scores[: len(keys) * BLOCK].view(-1, BLOCK).mean(1).tolist()
+    assert given[1:] == pytest.approx(means[1:])
+    assert given[0] == max(given)
+    with (
+        Store(Dram("16MiB")) as store,
+        PrefillEngine(model, namespace(store, model, weights=b"tests"), chunk_tokens=CHUNK, importance=True) as engine,
+    ):
+        assert engine.flush(engine.run(PROMPT))  # a store takes them too
+
+
+def test_small_blocks_with_sinks_are_all_protected() -> None:
+    assert block_scores(torch.tensor([0.0, 1, 0, 0, 5, 5, 2, 2]), 0, 4, 2) == [5, 5, 5, 2]
+    assert block_scores(torch.tensor([0.0, 1, 0, 0, 5, 5, 2, 2]), 2, 2, 2) == [5, 2]
+    assert SINKS == 4
+
+
+def test_attention_outside_of_the_registry_is_left_alone() -> None:
+    model = build(llama())
+    model.config._attn_implementation = "eager"
+    mass = AttentionMass(16)
+    with watching(model, mass), torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+    assert not mass.seen.any()
+    assert isinstance(model, transformers.PreTrainedModel)
