@@ -35,10 +35,10 @@ class Sweep:
         factors: link rates, as multiples of the one at which loading takes as long as computing.
     """
 
-    cached: int = 384
+    cached: int = 256
     new: int = 32
     pipelined: tuple[int, int] = (1024, 256)
-    chunk: int = 64
+    chunk: int = 32
     pairs: int = 9
     factors: tuple[float, ...] = (0.35, 0.6, 1.0, 1.7, 3.0)
 
