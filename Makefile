@@ -1,6 +1,7 @@
 # make demo    a real model answers over a long text: cold, from DRAM, and from NVMe after a restart
 # make test    every test and check, Rust and Python
 # make bench   how near the store comes to this machine's own speed
+# make benchmarks  the same, written to docs/BENCHMARKS.md beside the aims
 # make lint    formatting, lints and types only
 # make clean   remove what was built here; the demo's model in .cache stays
 
@@ -10,7 +11,7 @@ BIN    := $(VENV)/bin
 CACHE  := .cache
 RUST   := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: demo test bench lint build clean
+.PHONY: demo test bench benchmarks lint build clean
 
 demo: $(VENV)/.built
 	$(BIN)/kvtier demo --cache $(CACHE)
@@ -21,6 +22,9 @@ test: $(VENV)/.built lint
 
 bench: $(VENV)/.built
 	$(BIN)/kvtier bench --quick
+
+benchmarks: $(VENV)/.built
+	$(BIN)/python scripts/benchmarks.py
 
 lint: $(VENV)/.built
 	cargo fmt --all --check
