@@ -6,6 +6,7 @@
 mod adopt;
 mod ahead;
 pub mod arena;
+mod budget;
 pub mod coding;
 mod cold;
 pub mod config;

@@ -11,6 +11,7 @@ use kvtier_nvme::IoBuf;
 use kvtier_nvme::{NvmeTier, Recovered, Registration};
 
 use crate::arena::{Arena, Pin, backing};
+use crate::budget::Budget;
 use crate::coding::{Coding, Codings};
 use crate::config::{Config, Memory, Progress};
 use crate::error::{Error, Kind, Result};
@@ -19,7 +20,7 @@ use crate::index::{Index, NOWHERE};
 use crate::jobs::Prefetcher;
 use crate::key;
 use crate::layout::Layout;
-use crate::mover::{Budget, Mover};
+use crate::mover::Mover;
 use crate::order::{Known, Order};
 use crate::pacer::Pacer;
 use crate::policy;
