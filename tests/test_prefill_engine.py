@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from kvtier.integrations.reference import DictNamespace
 from kvtier.prefill import Prefill, PrefillEngine, forward, layout_of, namespace
 from kvtier.prefill.loading import layer_groups
 from kvtier.prefill.plan import Meter, plan
-from kvtier.prefill.timeline import Event, busy
+from kvtier.prefill.timeline import Event, busy, picture
 from test_prefill import CONFIGS, build, llama, unsplit
 
 CHUNK, BLOCK = 32, 16
@@ -444,3 +446,30 @@ def test_the_plan_is_the_best_of_all(model: Any, rate: float, front: int | None)
     assert best * (1 - 1e-9) <= chosen.predicted["ttft_s"] <= best / (1 - 0.02) ** 4
     assert chosen.predicted["ttft_s"] == pytest.approx(ttft(chosen.front // CHUNK))
     assert chosen.action == {0: "load", 128: "recompute"}.get(chosen.front, "split")
+
+
+def test_the_timeline_is_a_picture_too(model: Any, stored: DictNamespace, tmp_path: Path) -> None:
+    """Decoded by hand: the size is right, and every pixel of an event has its colour."""
+    events = [
+        Event("load", 0, (0, 1), 0.0, 1.0),
+        Event("compute", 1, (0, 1), 1.0, 2.0),
+        Event("stall", 1, (0, 1), 0.5, 1.0),
+    ]
+    png = picture(events, width=200)
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", png[16:24])
+    size = struct.unpack(">I", png[33:37])[0]
+    assert png[37:41] == b"IDAT"
+    rows = np.frombuffer(zlib.decompress(png[41 : 41 + size]), np.uint8).reshape(height, 1 + 3 * width)
+    pixels = rows[:, 1:].reshape(height, width, 3)
+    row = height // 3  # two layers, and what no layer has to itself
+    assert tuple(pixels[row // 4, 50]) == (11, 111, 184)
+    assert tuple(pixels[row // 4, 150]) == (255, 255, 255)
+    assert tuple(pixels[row + 3 * row // 4, 150]) == (21, 128, 61)
+    assert tuple(pixels[row + 3 * row // 4, 75]) == (194, 65, 12)
+    with PrefillEngine(model, stored, chunk_tokens=CHUNK) as engine:
+        report = engine.run(PROMPT, front=CHUNK).report
+    report.save_timeline(tmp_path / "a.png")
+    report.save_timeline(tmp_path / "a.json")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]

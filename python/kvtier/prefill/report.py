@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from kvtier.prefill.storing import WriteBack
-from kvtier.prefill.timeline import Event
+from kvtier.prefill.timeline import Event, picture
 
 __all__ = ["PrefillReport"]
 
@@ -105,6 +105,11 @@ class PrefillReport:
         ]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
-    def save_trace(self, path: str | Path) -> None:
-        """Write :meth:`chrome_trace` to a file."""
-        Path(path).write_text(self.chrome_trace(), encoding="utf-8")
+    def save_timeline(self, path: str | Path) -> None:
+        """Write the timeline to a file: a PNG (see :func:`kvtier.prefill.timeline.picture`) where its name ends with
+        ``.png``, else :meth:`chrome_trace`.
+        """
+        if Path(path).suffix == ".png":
+            Path(path).write_bytes(picture((*self.timeline, *self.stored.events)))
+        else:
+            Path(path).write_text(self.chrome_trace(), encoding="utf-8")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-__all__ = ["Event", "busy"]
+import numpy as np
+
+__all__ = ["Event", "busy", "picture"]
 
 Kind = Literal["load", "compute", "stall", "store"]
 
@@ -36,3 +40,35 @@ def busy(events: Iterable[Event]) -> float:
             total += event.end_s - max(event.start_s, until)
             until = event.end_s
     return total
+
+
+_COLOURS = {"load": (11, 111, 184), "compute": (21, 128, 61), "stall": (194, 65, 12), "store": (126, 34, 206)}
+
+
+def picture(events: Sequence[Event], width: int = 1200) -> bytes:
+    """The timeline as a PNG: time from left to right, a row for each layer from top to bottom.
+
+    The upper half of a row is the layer's load (blue), the lower one its computation (green); red is a wait for a load. The
+    last row is what no layer has to itself: waits for all layers (red), write-back (violet).
+
+    Args:
+        events: what to draw.
+        width: pixels of the longest time.
+    """
+    layers = 1 + max((event.layer for event in events), default=0)
+    end = max((event.end_s for event in events), default=1.0) or 1.0
+    half = max(2, 240 // (layers + 1))
+    pixels = np.full(((layers + 1) * 2 * half, width, 3), 255, np.uint8)
+    pixels[:: 2 * half] = 226
+    for event in sorted(events, key=lambda e: e.kind == "stall"):  # waits lie over what they are part of
+        top = (event.layer if event.layer >= 0 else layers) * 2 * half + 1
+        first = top if event.kind in ("load", "store") else top + half - 1
+        begins, ends = int(event.start_s / end * (width - 1)), int(event.end_s / end * (width - 1)) + 1
+        pixels[first : first + half - 1, begins:ends] = _COLOURS[event.kind]
+    rows = np.zeros((pixels.shape[0], 1 + 3 * width), np.uint8)  # each begins with its filter: none
+    rows[:, 1:] = pixels.reshape(pixels.shape[0], -1)
+    header = struct.pack(">IIBBBBB", width, pixels.shape[0], 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
