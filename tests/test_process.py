@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,11 @@ from programs import program
 
 def in_child(run: Callable[[], None]) -> None:
     """Runs it in a fork of this process, which is killed if it hangs; fails if it raises."""
+    ended_well(forked(run))
+
+
+def forked(run: Callable[[], None]) -> int:
+    """Begins to run it in a fork, which is killed if it hangs."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -30,6 +37,10 @@ def in_child(run: Callable[[], None]) -> None:
             os.write(2, f"in the child: {error!r}\n".encode())
         finally:
             os._exit(code)
+    return child
+
+
+def ended_well(child: int) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -124,6 +135,54 @@ def test_a_fork_drops_what_it_inherits(tiers: tuple[Dram, Nvme]) -> None:
 
 def _worker(tiers: tuple[Dram, Nvme], inherited: Store) -> None:
     refused(verbs_of(inherited))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_forks_of_a_busy_process_open_stores_of_their_own(tiers: tuple[Dram, Nvme], tmp_path: Path) -> None:
+    """At whatever point the threads of the parent are forked: no lock that they hold keeps a child from working."""
+    names = keys(20)
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    with Store(*tiers) as store:
+        store.put_many(names, [payload(name, 100 * KIB) for name in names])
+
+        def work(number: int) -> None:
+            try:
+                out = bytearray(100 * KIB)
+                for turn in itertools.count():
+                    if stop.is_set():
+                        return
+                    store.get_into([names[turn % 20]], [out])
+                    assert out == payload(names[turn % 20], 100 * KIB)
+                    store.put(key(number, turn % 8), out)
+                    store.remove([key(number, turn % 8)])
+                    if turn % 16 == 0:
+                        store.flush()
+            except BaseException as error:
+                failures.append(error)
+
+        def child() -> None:
+            with Store(Dram("1MiB"), Nvme(tmp_path / str(os.getpid()), "8MiB")) as own:
+                for name in names:  # more than its memory holds
+                    assert own.put(name, payload(name, 100 * KIB)).stored
+                own.flush()
+                for name in names:
+                    assert own.get(name).tobytes() == payload(name, 100 * KIB)  # type: ignore[union-attr]
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(5):
+                for fork in [forked(child) for _ in range(8)]:
+                    ended_well(fork)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(60)
+        assert failures == []
+        assert all(store.contains(names))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
