@@ -66,6 +66,18 @@ def test_the_reference_table_is_met_to_five_digits(real: dict[str, Trace], name:
             assert round(ratio, 5) == float(row[figure]), (policy, touch, blocks, figure)
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_auto_is_never_far_below_lru_and_above_it_on_average(real: dict[str, Trace], name: str) -> None:
+    # On the first half: the second is what docs/POLICIES.md judges by.
+    trace = real[name].part(0, Decimal("0.5"))
+    gains = {}
+    for share in ("0.01", "0.02", "0.05", "0.1", "0.2", "0.5"):
+        blocks = trace.capacity(Decimal(share))
+        gains[share] = trace.replay("auto", blocks).token_hit - trace.replay("lru-leaf", blocks).token_hit
+    assert min(gains.values()) > -0.01, gains
+    assert sum(gains.values()) > 0, gains
+
+
 def test_the_command_prints_the_agreed_objects(tmp_path: Path) -> None:
     a = {"timestamp": 0, "input_length": 1500, "hash_ids": [1, 2, 3]}
     b = {"timestamp": 1000, "input_length": 1400, "hash_ids": [1, 2, 9]}

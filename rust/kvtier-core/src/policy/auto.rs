@@ -407,7 +407,8 @@ impl Policy for Auto {
         if node.flags & HERE == 0 || (node.flags & HELD != 0) == held {
             return;
         }
-        node.flags ^= HELD;
+        // Whoever holds it answers for it: released, it may be named, whatever a search met before.
+        node.flags = (node.flags ^ HELD) & !PASSED;
         self.place(block);
     }
 

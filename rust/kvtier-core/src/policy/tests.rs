@@ -120,6 +120,24 @@ fn deferred_blocks_make_way_for_others() {
     }
 }
 
+/// A parent is passed while its child arrives, and is a leaf again when that child has left.
+#[test]
+fn a_passed_block_may_be_named_as_soon_as_it_was_held_and_let_go() {
+    for name in NAMES {
+        let mut policy = by_name(name, 200).unwrap();
+        for h in 0..100 {
+            policy.on_insert(h, &meta(None));
+        }
+        assert_eq!(policy.victim(&mut |_| false), None, "{name}");
+        policy.on_insert(100, &meta(None)); // something that no search has passed yet
+        policy.hold(99, true);
+        assert_eq!(policy.victim(&mut |_| false), None, "{name}");
+        policy.hold(99, false);
+        policy.on_insert(101, &meta(None));
+        assert_eq!(policy.victim(&mut |h| h == 99), Some(99), "{name}");
+    }
+}
+
 #[test]
 fn auto_learns_which_sessions_come_back() {
     // Blocks under a root of their own, used once and never again, between chains that come back
