@@ -210,6 +210,47 @@ def test_the_paths_of_a_tier_are_checked_together(tmp_path: Path) -> None:
     assert alone["orphaned"] > 0, "its blocks' parents lie on the other path"
 
 
+def test_repair_drops_what_follows_a_corrupt_block_on_every_path(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    keys = [number.to_bytes(16, "big") for number in range(40)]
+    with Store(Dram("1MiB"), Nvme([*paths], "8MiB")) as store:
+        store.put_many(keys, [bytes([number]) * 20_000 for number in range(40)], parents=[None, *keys[:-1]])
+        store.put(b"alone" * 4, b"x" * 20_000)
+    for path in paths:
+        file = path / "kvtier.dat"
+        data = bytearray(file.read_bytes())
+        at = data.find(bytes([10]) * 20_000)
+        if at >= 0:
+            data[at : at + 8] = b"damaged!"
+            file.write_bytes(data)
+    found = lines(kvtier("check", *paths, "--repair", "--json"))
+    assert [sum(report[what] for report in found) for what in ("blocks", "corrupt", "dropped")] == [41, 1, 30]
+    shown = kvtier("check", *paths, "--json")
+    assert shown.returncode == 0, shown.stdout
+    assert [sum(report[what] for report in lines(shown)) for what in ("blocks", "orphaned")] == [11, 0]
+    with Store(Dram("1MiB"), Nvme([*paths], "8MiB")) as store:
+        assert store.match(keys).blocks == 10
+        assert store.contains([b"alone" * 4]) == [True]
+
+
+@pytest.mark.parametrize("command", ["check", "stats"])
+def test_what_is_no_store_says_what_to_do(tmp_path: Path, command: str) -> None:
+    done = kvtier(command, tmp_path / "missing")
+    assert done.returncode == 2
+    assert "missing is not there. Give the path of an nvme tier" in done.stderr
+    done = kvtier(command, tmp_path)
+    assert "holds no store: it has no kvtier.dat. Give the path of an nvme tier" in done.stderr
+    (tmp_path / "kvtier.dat").write_bytes(b"x" * (1 << 20))
+    done = kvtier(command, tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("damaged") == 1
+
+
+def test_the_words_of_a_check_are_explained() -> None:
+    shown = kvtier("check", "--help").stdout
+    assert all(f"{word}:" in shown for word in ("corrupt", "orphaned", "quarantined"))
+
+
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
     output.emit({"a": float("inf"), "b": [float("nan"), 1.5], "c": {"d": float("-inf")}})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1.5], "c": {"d": None}}

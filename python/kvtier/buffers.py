@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtier import _kvtier
 from kvtier.errors import ConfigError, InvalidBlockError
-from kvtier.layout import dtype_name
+from kvtier.layout import DTYPES, dtype_name
 
 __all__ = ["export"]
 
@@ -137,15 +137,23 @@ def _check(
             name = dtype_name(given)
         except ConfigError:
             name = given
-        if name not in (dtype, "uint8"):
+        bits = given.removeprefix("torch.") == f"uint{8 * DTYPES[dtype]}"  # the bit patterns of its elements
+        if name not in (dtype, "uint8") and not bits:
             raise InvalidBlockError(
                 f"{given} was given; this layout takes {dtype} or plain bytes (uint8): convert it, or view it as uint8 "
                 "if its bits are right already"
             )
     if shape is None or len(given_shape) != len(shape):
         return
-    if any(a != b for axis, (a, b) in enumerate(zip(given_shape, shape, strict=True)) if axis != token_axis):
+    allowed = [list(shape)]
+    if dtype is not None and given.endswith("int8"):  # bytes, viewed from larger elements
+        allowed.append([*shape[:-1], shape[-1] * DTYPES[dtype]])
+    if not any(_same(given_shape, each, token_axis) for each in allowed):
         raise InvalidBlockError(
             f"shape {given_shape} was given; this layout's blocks are {tuple(shape)}, with up to {shape[token_axis]} "
             f"tokens on axis {token_axis}: transpose it, or pass flat bytes in that order"
         )
+
+
+def _same(given: Sequence[int], wanted: Sequence[int], token_axis: int) -> bool:
+    return all(a == b for axis, (a, b) in enumerate(zip(given, wanted, strict=True)) if axis != token_axis)

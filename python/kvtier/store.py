@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvtier import _kvtier, aio, canonical, codecs, keys
 from kvtier.config import Cxl, Dram, Nvme, Policy, Size, StoreConfig, Tier
-from kvtier.errors import ConfigError, InvalidBlockError, UnsupportedError
+from kvtier.errors import ClosedError, ConfigError, InvalidBlockError, UnsupportedError
 from kvtier.identity import Identity
 from kvtier.job import Job
 from kvtier.keys import Extras, Tokens
@@ -53,6 +53,9 @@ class Namespace:
         self._space = keys.space_of(identity, layout)
         self.layout = layout
         self.digest: bytes = self._space.digest
+
+    def __repr__(self) -> str:
+        return f"Namespace(digest={self.digest.hex()[:12]}…, layout={self.layout})"
 
     def chain(self, token_ids: Tokens, extras: Extras | None = None, *, partial: bool = False) -> list[bytes]:
         """The keys of a prompt's blocks.
@@ -438,6 +441,14 @@ class Store(Namespace):
         layers = [(planes, heads, dim) for planes, _, heads, dim in codecs.segment_dims(layout, 1)]
         self._core.set_coding(namespace._space, own, codecs.element(layout.dtype), layers)
         return namespace
+
+    def __repr__(self) -> str:
+        try:
+            self._core.contains(self._space, [])  # refuses a store that is closed
+            held = f"{self.stats()['blocks']} blocks"
+        except ClosedError:
+            held = "closed"
+        return f"<Store({', '.join(map(repr, self.config.tiers))}, policy={self.config.policy!r}): {held}>"
 
     def register_region(self, buffer: Any) -> _kvtier.Region:
         """Make memory of the caller a direct target of reads from NVMe.

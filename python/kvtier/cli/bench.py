@@ -8,13 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 
 from kvtier import _kvtier
 from kvtier.bench import FULL, QUICK, Row, codec_suite, store_suite
 from kvtier.cli import model as models
 from kvtier.cli.output import console, emit, json_option
-from kvtier.scratch import DEFAULT
+from kvtier.scratch import DEFAULT, home
 
 __all__ = ["bench"]
 
@@ -76,7 +78,7 @@ def _prefill(quick: bool, directory: Path, svg: Path | None, say: Callable[[str]
     needs_torch()
     from kvtier.bench.prefill import FULL_SWEEP, QUICK_SWEEP, Point, prefill_suite, sweep_chart
 
-    directory.mkdir(parents=True, exist_ok=True)
+    home(directory)
     model, _ = models.load(models.fetch(directory, say))
     sweep = QUICK_SWEEP if quick else FULL_SWEEP
     points: list[Point] = []
@@ -86,17 +88,22 @@ def _prefill(quick: bool, directory: Path, svg: Path | None, say: Callable[[str]
         svg.write_text(sweep_chart(points, title), encoding="utf-8")
 
 
-def _table(rows: list[Row]) -> Table:
-    table = Table(box=None)
-    for name in ("", "value", "bound", "ratio", "spread"):
+def _table(rows: list[Row]) -> Group:
+    """The figures, in 80 columns; what they are of stands below, by number."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("", "value", "bound", "ratio", "spread", "of"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    table.add_column("of what", style="dim")
+    notes: dict[str, int] = {}
     for row in rows:
         share = None if row.spread is None else f"{row.spread:.0%}"
         ratio = None if row.ratio is None else f"{row.ratio:.2f}"
         of = "; ".join(text for text in (row.bound_name, row.note) if text)
-        table.add_row(row.name, _figure(row.value, row.unit), _figure(row.bound, row.unit), ratio, share, of)
-    return table
+        mark = f"[{notes.setdefault(of, len(notes) + 1)}]" if of else ""
+        table.add_row(row.name, _figure(row.value, row.unit), _figure(row.bound, row.unit), ratio, share, escape(mark))
+    legend = Table(box=None, show_header=False, padding=(0, 1, 0, 0), style="dim")
+    for text, number in notes.items():
+        legend.add_row(escape(f"[{number}]"), escape(text))
+    return Group(table, "", legend)
 
 
 def _figure(value: float | None, unit: str) -> str | None:

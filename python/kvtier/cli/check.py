@@ -19,11 +19,19 @@ _directory = click.argument("directory", type=click.Path(path_type=Path))
 
 @click.command()
 @click.argument("directories", metavar="DIRECTORY...", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--repair", is_flag=True, help="Drop what is damaged, so that the rest is clean.")
+@click.option("--repair", is_flag=True, help="Drop what is damaged and what follows it.")
 @json_option
 @click.pass_context
 def check(ctx: click.Context, directories: tuple[Path, ...], repair: bool, as_json: bool) -> None:
-    """Verify every block of an NVMe tier. DIRECTORY: all its paths, since a block's parent may lie on another one.
+    r"""Verify every block of an NVMe tier. DIRECTORY: all its paths, since a block's parent may lie on another one.
+
+    \b
+    corrupt:     blocks whose bytes do not match their checksum; a read of one is a miss
+    orphaned:    blocks whose parent, the block before them in their prompt, is on none
+                 of the paths given, so that no prompt reaches them
+    quarantined: room on the drive that failed once, and is not used again
+
+    --repair drops corrupt blocks, and all that follow them in their prompts.
 
     Exit code 0: clean. 1: damaged, and the damage is named (with --repair: it was, and is gone now). 2: unusable.
     """
@@ -45,7 +53,7 @@ def _show(directory: Path, report: Mapping[str, Any], repair: bool) -> None:
     if not report["damaged"]:
         console.print("clean")
     elif repair:
-        console.print("repaired: the damaged blocks are dropped and will be misses")
+        console.print(f"repaired: {report['dropped']} blocks are dropped, the corrupt ones and all that follow them")
     else:
         console.print("damaged: `kvtier check --repair` drops these blocks; reading them is a miss in any case")
 

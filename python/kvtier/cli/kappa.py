@@ -90,6 +90,10 @@ def _resolve(
     specs: Path | None,
 ) -> _Setting:
     known: Catalog = catalog() if specs is None else catalog().extended(specs)
+    if model.startswith(("/", "./", "../")) and not Path(model).exists():
+        raise ConfigError(
+            f"{model}: no such directory; give one with config.json, or the name of a model in the catalog"
+        )
     found = ModelSpec.from_config(Path(model)) if Path(model).exists() else known.model(model)
     found = replace(found.with_kv(kv), weight_bytes=weight_bytes)
     rate = link.lower().endswith("b/s")

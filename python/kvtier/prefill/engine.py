@@ -21,8 +21,9 @@ from kvtier.prefill.ahead import Lookahead
 from kvtier.prefill.cache import Room, RoomyLayer
 from kvtier.prefill.importance import AttentionMass, block_scores, watching
 from kvtier.prefill.loading import Load, MissingError, Stages, layer_groups
-from kvtier.prefill.model import forward, layout_of, namespace, synchronise, token_ids
+from kvtier.prefill.model import forward, layout_of, namespace, synchronise
 from kvtier.prefill.plan import Meter, plan
+from kvtier.prefill.prompt import check_parts, token_ids
 from kvtier.prefill.report import PrefillReport
 from kvtier.prefill.storing import WriteBack, Writer
 from kvtier.prefill.timeline import Event, busy
@@ -85,6 +86,7 @@ class PrefillEngine:
         lookahead: Size = "256MiB",
         importance: bool = False,
     ) -> None:
+        check_parts(model, store)
         self.model = model
         self.blocks: BlockNamespace = namespace(store, model) if hasattr(store, "namespace") else store
         layout = self.blocks.layout
@@ -130,12 +132,12 @@ class PrefillEngine:
             ``report.stored``.
 
         Raises:
-            ConfigError: for an empty prompt or a batch.
+            ConfigError: for an empty prompt, a batch, or what is no token of the model.
             InvalidBlockError: where the model caches tensors of another shape or dtype than the layout says.
             ClosedError: where the store is closed.
         """
         begun = time.perf_counter()
-        tokens = token_ids(input_ids)
+        tokens = token_ids(input_ids, self.model)
         with self._running:
             return _Run(self, tokens, begun, front, overlap).go()
 
@@ -147,7 +149,7 @@ class PrefillEngine:
 
         Does not block. The future's ``result()`` is the prefill.
         """
-        tokens = token_ids(input_ids)
+        tokens = token_ids(input_ids, self.model)
         number = next(self._numbers)
 
         def work() -> Prefill:
@@ -186,7 +188,7 @@ class PrefillEngine:
         Returns:
             An iterator of tokens. Blocks while each is computed. Whoever stops early closes it.
         """
-        tokens = token_ids(input_ids)
+        tokens = token_ids(input_ids, self.model)
         logits, cache, _ = after or self.run(tokens)
         size, kept = self.blocks.layout.block_tokens, len(tokens)
         try:
@@ -216,7 +218,7 @@ class PrefillEngine:
         Raises:
             ConfigError: for a cache of a batch, or one that has dropped its first tokens.
         """
-        tokens = token_ids(input_ids)
+        tokens = token_ids(input_ids, self.model)
         pairs = Room.of(cache)
         held = min((keys.shape[-2] for keys, _ in pairs), default=0) if pairs else 0
         if not pairs or held != cache.get_seq_length():

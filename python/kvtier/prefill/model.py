@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvtier.errors import ConfigError
 from kvtier.identity import Identity
 from kvtier.layout import KVLayout
 
-__all__ = ["cache_argument", "forward", "layout_of", "logits_of", "namespace", "synchronise", "token_ids"]
+__all__ = ["cache_argument", "forward", "layout_of", "logits_of", "namespace", "synchronise"]
 
 
 def namespace(store: Any, model: Any, *, block_tokens: int = 16, quota: int | None = None, **identity: Any) -> Any:
@@ -63,26 +62,6 @@ def logits_of(model: Any, tokens: Sequence[int], cache: DynamicCache, last: int)
         input_ids=ids, use_cache=True, logits_to_keep=last, **{cache_argument(model): cache}
     ).logits
     return logits
-
-
-def token_ids(input_ids: Sequence[int] | torch.Tensor) -> list[int]:
-    """A prompt as whole numbers.
-
-    Raises:
-        ConfigError: for an empty prompt, a batch, or what is no tokens.
-    """
-    if isinstance(input_ids, torch.Tensor):
-        if input_ids.dim() == 2 and input_ids.shape[0] == 1:
-            input_ids = input_ids[0]
-        if input_ids.dim() != 1 or input_ids.is_floating_point():
-            raise ConfigError(
-                f"input_ids is a {input_ids.dtype} tensor of shape {tuple(input_ids.shape)}; allowed are integers of shape [T] or [1, T]: call prefill once a prompt"
-            )
-        input_ids = input_ids.tolist()
-    tokens = [int(token) for token in input_ids]
-    if not tokens:
-        raise ConfigError("input_ids is empty; a prompt has at least one token")
-    return tokens
 
 
 def synchronise(device: torch.device) -> None:

@@ -107,8 +107,12 @@ impl Config {
     pub fn validate(&self) -> Result<()> {
         let fail = |message: String| Err(Error::new(Kind::Config, message));
         let kinds: Vec<MemoryKind> = self.memory.iter().map(|m| m.kind).collect();
-        if kinds.is_empty()
-            || kinds.len() > MEMORY_TIERS
+        if !kinds.contains(&MemoryKind::Dram) {
+            return fail(
+                "no DRAM tier was given, which every store has: reads and writes go through it. Add one in front, such as Dram(\"1GiB\")".into(),
+            );
+        }
+        if kinds.len() > MEMORY_TIERS
             || kinds[0] != MemoryKind::Dram
             || kinds[1..].contains(&MemoryKind::Dram)
         {

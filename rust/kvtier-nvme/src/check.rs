@@ -1,6 +1,6 @@
 //! Looking at a path without serving from it.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ pub struct CheckReport {
     pub quarantined: u64,
     /// Blocks whose parent is on none of the paths that were checked.
     pub orphaned: u64,
-    /// Corrupt blocks that were dropped (only with `repair`).
+    /// Blocks that were dropped (only with `repair`): the corrupt ones, and those that follow them.
     pub repaired: u64,
     /// One line for each thing that is damaged.
     pub damaged: Vec<String>,
@@ -90,7 +90,8 @@ pub struct Probe {
     pub memlock_reason: String,
 }
 
-/// Verifies every block of the path against its root; `repair` drops those that do not match.
+/// Verifies every block of the path against its root; `repair` drops those that do not match, and
+/// those that follow them in their chains, which nobody could reach.
 ///
 /// Takes the lock of the path and reads all its data. Of a store with several paths use
 /// [`check_all`]: a block's parent may lie on any of them.
@@ -107,29 +108,88 @@ pub fn check(path: &Path, repair: bool) -> Result<CheckReport, Error> {
 /// As for [`check`]. Nothing is repaired if one of the paths cannot be opened.
 pub fn check_all(paths: &[PathBuf], repair: bool) -> Result<Vec<CheckReport>, Error> {
     let mut opened = Vec::new();
-    let mut parents = HashSet::new();
+    let mut present = HashSet::new();
     for path in paths {
         let name = path.display().to_string();
         let (device, lock) = place::open_existing(path)?;
         let (superblock, damage) = recover::superblock(&device, &name)?;
         let mut found = recover::recover(&device, &superblock);
         found.damaged.extend(damage);
-        parents.extend(found.blocks.iter().map(|r| record::get(&r.id, 0)));
-        opened.push((Arc::new(device), lock, name, found));
+        present.extend(found.blocks.iter().map(short));
+        let device: Arc<dyn Device> = Arc::new(device);
+        opened.push((device, lock, name, found));
     }
-    let reports = opened
-        .into_iter()
-        .map(|(device, _lock, name, found)| check_device(device, &name, found, &parents, repair));
-    reports.collect()
+    let mut reports = Vec::new();
+    let mut corrupt = HashSet::new();
+    for (device, _, _, found) in &mut opened {
+        let (report, bad) = check_device(&**device, found, &present);
+        corrupt.extend(bad);
+        reports.push(report);
+    }
+    if repair && !corrupt.is_empty() {
+        let gone = with_followers(opened.iter().map(|(.., found)| found), &corrupt);
+        for ((device, _lock, name, found), report) in opened.into_iter().zip(&mut reports) {
+            let drops: Vec<Record> = (found.blocks.iter())
+                .filter(|r| gone.contains(&r.generation))
+                .copied()
+                .collect();
+            report.repaired = drops.len() as u64;
+            if !drops.is_empty() {
+                drop_blocks(&device, &name, found, &drops)?;
+            }
+        }
+    }
+    Ok(reports)
 }
 
+/// What a block's followers know it by.
+fn short(record: &Record) -> [u8; 16] {
+    record::get(&record.id, 0)
+}
+
+/// The generations of the corrupt blocks, and of all that follow them in their chains.
+fn with_followers<'a>(
+    paths: impl Iterator<Item = &'a Found> + Clone,
+    corrupt: &HashSet<u64>,
+) -> HashSet<u64> {
+    let blocks = || paths.clone().flat_map(|found| &found.blocks);
+    let mut followers: HashMap<[u8; 16], Vec<&Record>> = HashMap::new();
+    let mut sound: HashMap<[u8; 16], usize> = HashMap::new();
+    for record in blocks() {
+        if let Change::Add(Entry {
+            parent: Some(parent),
+            ..
+        }) = record.change
+        {
+            followers.entry(parent).or_default().push(record);
+        }
+        *sound.entry(short(record)).or_default() += 1;
+    }
+    let mut gone = corrupt.clone();
+    let mut next: Vec<&Record> = blocks()
+        .filter(|r| corrupt.contains(&r.generation))
+        .collect();
+    while let Some(record) = next.pop() {
+        let left = sound.entry(short(record)).or_default();
+        *left = left.saturating_sub(1);
+        if *left > 0 {
+            continue; // another copy of it is sound
+        }
+        for &follower in followers.get(&short(record)).into_iter().flatten() {
+            if gone.insert(follower.generation) {
+                next.push(follower);
+            }
+        }
+    }
+    gone
+}
+
+/// The report on a path, and the generations of its corrupt blocks.
 fn check_device(
-    device: Arc<dyn Device>,
-    name: &str,
-    mut found: Found,
-    parents: &HashSet<[u8; 16]>,
-    repair: bool,
-) -> Result<CheckReport, Error> {
+    device: &dyn Device,
+    found: &mut Found,
+    present: &HashSet<[u8; 16]>,
+) -> (CheckReport, Vec<u64>) {
     let superblock = found.superblock;
     let mut report = CheckReport {
         blocks: found.blocks.len() as u64,
@@ -143,21 +203,17 @@ fn check_device(
             continue;
         };
         report.bytes += entry.shape.payload() as u64;
-        report.orphaned += u64::from(entry.parent.is_some_and(|p| !parents.contains(&p)));
-        if let Err(why) = verify(&*device, &superblock, record, &entry) {
+        report.orphaned += u64::from(entry.parent.is_some_and(|p| !present.contains(&p)));
+        if let Err(why) = verify(device, &superblock, record, &entry) {
             let id: String = record.id[..8].iter().map(|b| format!("{b:02x}")).collect();
             report
                 .damaged
                 .push(format!("block {id}… at page {}: {why}", record.start));
-            corrupt.push(*record);
+            corrupt.push(record.generation);
         }
     }
     report.corrupt = corrupt.len() as u64;
-    if repair && !corrupt.is_empty() {
-        drop_blocks(&device, name, found, &corrupt)?;
-        report.repaired = report.corrupt;
-    }
-    Ok(report)
+    (report, corrupt)
 }
 
 /// Reads a block and compares it with its root.
@@ -187,7 +243,7 @@ fn drop_blocks(
     device: &Arc<dyn Device>,
     name: &str,
     mut found: Found,
-    corrupt: &[Record],
+    drops: &[Record],
 ) -> Result<(), Error> {
     let limits = Limits {
         inflight_bytes: PAGE,
@@ -211,7 +267,7 @@ fn drop_blocks(
     let volume = Arc::new(volume);
     let generation = found.generation;
     let mut committer = Committer::new(volume.clone(), &found, move || generation);
-    for record in corrupt {
+    for record in drops {
         let slot = Slot {
             path: 0,
             start: record.start,
@@ -236,7 +292,9 @@ fn drop_blocks(
 /// If there is no readable store at `path`.
 pub fn inspect(path: &Path) -> Result<Inspection, Error> {
     let name = path.display().to_string();
-    let device = FileDevice::open(&place::data_path(path), false)?;
+    let data = place::data_path(path);
+    fs::metadata(&data).map_err(|e| place::no_store(path, e))?;
+    let device = FileDevice::open(&data, false)?;
     let (superblock, _) = recover::superblock(&device, &name)?;
     let found = recover::recover(&device, &superblock);
     let geometry = superblock.geometry;

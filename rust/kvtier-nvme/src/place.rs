@@ -32,14 +32,7 @@ pub fn open(path: &Path, share: u64) -> Result<(Arc<dyn Device>, Lock), Error> {
         }
         return Ok((Arc::new(device), lock));
     }
-    let make = || -> io::Result<()> {
-        if !path.exists() && path.starts_with("/dev") && !path.starts_with("/dev/shm") {
-            // A device that is gone, not a directory to make: that would fill the memory.
-            return Err(io::Error::from_raw_os_error(libc::ENODEV));
-        }
-        fs::create_dir_all(path)
-    };
-    make().map_err(|e| Error::io(format!("cannot make the directory {name}"), e))?;
+    make_directory(path, &name)?;
     let mut lock = Lock::directory(path)?;
     let file = path.join(DATA_FILE);
     let blank = match fs::metadata(&file) {
@@ -54,6 +47,31 @@ pub fn open(path: &Path, share: u64) -> Result<(Arc<dyn Device>, Lock), Error> {
     Ok((Arc::new(FileDevice::open(&file, true)?), lock))
 }
 
+/// Makes the last part of `path`, if it is not there: a drive that is not mounted must not fill the
+/// one below it.
+fn make_directory(path: &Path, name: &str) -> Result<(), Error> {
+    let failed = |e| Error::io(format!("cannot make the directory {name}"), e);
+    if path.is_dir() {
+        return Ok(());
+    }
+    if !path.exists() && path.starts_with("/dev") && !path.starts_with("/dev/shm") {
+        // A device that is gone, not a directory to make: that would fill the memory.
+        return Err(failed(io::Error::from_raw_os_error(libc::ENODEV)));
+    }
+    match fs::create_dir(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Err(Error::new(
+            ErrorKind::Config,
+            format!(
+                "{name} cannot be made, because the directory it is to lie in is not there: mount its \
+                 drive, or make that first"
+            ),
+        )),
+        // Another process was faster.
+        Err(_) if path.is_dir() => Ok(()),
+        made => made.map_err(failed),
+    }
+}
+
 /// Locks `path` and opens the store that must be there.
 pub fn open_existing(path: &Path) -> Result<(FileDevice, Lock), Error> {
     if is_block_device(path) {
@@ -63,11 +81,27 @@ pub fn open_existing(path: &Path) -> Result<(FileDevice, Lock), Error> {
     let data = data_path(path);
     if let Err(e) = fs::metadata(&data) {
         // Before a lock file is made where no store is.
-        return Err(Error::io(format!("cannot open {}", data.display()), e));
+        return Err(no_store(path, e));
     }
     let mut lock = Lock::directory(path)?;
     lock.extend(&data)?;
     Ok((FileDevice::open(&data, true)?, lock))
+}
+
+/// What to say where there should be a store: `error` is why its file cannot be opened.
+pub fn no_store(path: &Path, error: io::Error) -> Error {
+    let name = path.display();
+    let what = match error.kind() {
+        io::ErrorKind::NotFound if path.is_dir() => {
+            format!("{name} holds no store: it has no {DATA_FILE}")
+        }
+        io::ErrorKind::NotFound => format!("{name} is not there"),
+        _ => format!("cannot open the store in {name}"),
+    };
+    Error::io(
+        format!("{what}. Give the path of an nvme tier, as in Nvme(path, ...)"),
+        error,
+    )
 }
 
 /// The file or device that holds the bytes of `path`.

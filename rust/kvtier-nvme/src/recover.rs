@@ -128,10 +128,9 @@ pub fn superblock(device: &dyn Device, name: &str) -> Result<(Superblock, Option
         (None, None) => Err(Error::new(
             ErrorKind::Damaged,
             format!(
-                "{name} is not a kvtier store, or both its superblocks are damaged (they are {} \
-                 and {}): remove it to start anew, or give another path. Nothing was changed",
-                words(&copies[0]),
-                words(&copies[1]),
+                "{name} is not a kvtier store, or both its superblocks are damaged{}: remove it to \
+                 start anew, or give another path. Nothing was changed",
+                blank(&copies),
             ),
         )),
     }
@@ -158,10 +157,13 @@ fn mirror(device: &dyn Device, superblock: &Superblock) -> io::Result<()> {
     Ok(())
 }
 
-fn words(copy: &Result<Superblock, Refusal>) -> String {
-    copy.as_ref()
-        .err()
-        .map_or("valid".into(), Refusal::to_string)
+fn blank(copies: &[Result<Superblock, Refusal>]) -> &'static str {
+    let blank = |copy: &Result<Superblock, Refusal>| matches!(copy, Err(Refusal::Blank));
+    if copies.iter().all(blank) {
+        " (they are blank)"
+    } else {
+        ""
+    }
 }
 
 /// Reads checkpoint and journal.

@@ -312,6 +312,18 @@ fn check_finds_what_is_damaged_and_repair_drops_it() {
 }
 
 #[test]
+fn only_the_last_part_of_a_path_is_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("mnt").join("kv");
+    let error = NvmeTier::open(options(&path)).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Config);
+    assert!(error.to_string().contains("mount its drive"), "{error}");
+    assert!(!dir.path().join("mnt").exists());
+    fs::create_dir(dir.path().join("mnt")).unwrap();
+    assert!(NvmeTier::open(options(&path)).is_ok());
+}
+
+#[test]
 fn probe_says_what_there_is_and_why() {
     let dir = tempfile::tempdir().unwrap();
     let found = probe(dir.path());

@@ -113,7 +113,7 @@ impl View {
         if view.ndim > 1 && !view.shape.is_null() {
             // SAFETY: `shape` has `ndim` entries while the view lives.
             let shape = unsafe { std::slice::from_raw_parts(view.shape, view.ndim as usize) };
-            if !space.accepts_shape(shape) {
+            if !space.accepts_shape(shape, view.itemsize as usize) {
                 return Err(raise(
                     py,
                     "InvalidBlockError",

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_core::config::{Config, DEFAULT_TIMEOUT, MemoryKind};
+use kvtier_core::config::{Config, MemoryKind};
 use kvtier_core::error::{Error, Result};
 use kvtier_core::fork::Generation;
 use kvtier_core::load::Miss;
@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyDict;
 
+use crate::arguments::{Key, Keys, Parents, Seconds};
 use crate::buffers::View;
 use crate::errors::{check_home, from_core, raise};
 use crate::lease::Lease;
@@ -75,28 +76,6 @@ pub fn put_code(put: Put) -> u8 {
     }
 }
 
-/// The moment `timeout` seconds from now; the default timeout if there is none.
-pub fn deadline(py: Python<'_>, timeout: Option<f64>) -> PyResult<Instant> {
-    let wait = match timeout {
-        None => DEFAULT_TIMEOUT,
-        Some(seconds) if seconds >= 0.0 => {
-            // A year is as good as for ever, and cannot overflow the clock.
-            Duration::from_secs_f64(seconds.min(365.0 * 86_400.0))
-        }
-        Some(seconds) => {
-            return Err(raise(
-                py,
-                "ConfigError",
-                format!(
-                    "timeout={seconds} was given; seconds from 0 on are allowed, or None for {} s",
-                    DEFAULT_TIMEOUT.as_secs()
-                ),
-            ));
-        }
-    };
-    Ok(Instant::now() + wait)
-}
-
 fn views(space: &Space, objects: &Bound<'_, PyAny>, writable: bool) -> PyResult<Vec<View>> {
     objects
         .try_iter()?
@@ -132,7 +111,7 @@ fn blocks<'a>(
     keys: &'a [PyBackedBytes],
     datas: &'a [&'a [u8]],
     parents: &'a [Option<PyBackedBytes>],
-    replaces: Option<&'a PyBackedBytes>,
+    replaces: Option<&'a Key>,
     importance: &[f32],
 ) -> Vec<Block<'a>> {
     keys.iter()
@@ -310,18 +289,18 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
+        keys: Keys,
         datas: &Bound<'_, PyAny>,
-        parents: Vec<Option<PyBackedBytes>>,
-        replaces: Option<PyBackedBytes>,
+        parents: Parents,
+        replaces: Option<Key>,
         importance: Vec<f32>,
-        timeout: Option<f64>,
+        timeout: Seconds,
     ) -> PyResult<Vec<u8>> {
         let views = views(space, datas, false)?;
         same_length(py, keys.len(), "blocks", views.len(), false)?;
         same_length(py, keys.len(), "parents", parents.len(), true)?;
         same_length(py, keys.len(), "importance scores", importance.len(), true)?;
-        let until = deadline(py, timeout)?;
+        let until = timeout.until(py)?;
         let bytes: Vec<&[u8]> = views.iter().map(View::bytes).collect();
         let puts = self.run(py, |store| {
             let blocks = blocks(&keys, &bytes, &parents, replaces.as_ref(), &importance);
@@ -336,22 +315,22 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        key: PyBackedBytes,
+        key: Key,
         data: &Bound<'_, PyAny>,
-        parent: Option<PyBackedBytes>,
-        replaces: Option<PyBackedBytes>,
+        parent: Option<Key>,
+        replaces: Option<Key>,
         importance: f32,
-        timeout: Option<f64>,
+        timeout: Seconds,
     ) -> PyResult<u8> {
         let view = View::new(data, space, false)?;
-        let until = deadline(py, timeout)?;
+        let until = timeout.until(py)?;
         let bytes = view.bytes();
         let put = self.run(py, |store| {
             let block = Block {
                 key: &key,
                 data: bytes,
-                parent: parent.as_deref(),
-                replaces: replaces.as_deref(),
+                parent: parent.as_ref().map(|p| &p[..]),
+                replaces: replaces.as_ref().map(|r| &r[..]),
                 importance,
             };
             store.put(&space.ns, &block, until)
@@ -360,12 +339,7 @@ impl Core {
     }
 
     /// Whether each key is resident.
-    fn contains(
-        &self,
-        py: Python<'_>,
-        space: &Space,
-        keys: Vec<PyBackedBytes>,
-    ) -> PyResult<Vec<bool>> {
+    fn contains(&self, py: Python<'_>, space: &Space, keys: Keys) -> PyResult<Vec<bool>> {
         self.run(py, |store| store.contains(&space.ns, &slices(&keys)))
     }
 
@@ -375,7 +349,7 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
+        keys: Keys,
     ) -> PyResult<(usize, u64, Vec<&'static str>, Vec<(&'static str, u64)>)> {
         let found = self.run(py, |store| store.matching(&space.ns, &slices(&keys)))?;
         Ok((found.blocks, found.tokens, found.tiers, found.bytes))
@@ -386,7 +360,7 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
+        keys: Keys,
         layers: Option<(u32, u32)>,
         tokens: Option<(u32, u32)>,
     ) -> PyResult<Vec<Option<usize>>> {
@@ -400,14 +374,14 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
+        keys: Keys,
         outs: &Bound<'_, PyAny>,
         layers: Option<(u32, u32)>,
         tokens: Option<(u32, u32)>,
-        timeout: Option<f64>,
+        timeout: Seconds,
     ) -> PyResult<Vec<u8>> {
         let views = views(space, outs, true)?;
-        let until = deadline(py, timeout)?;
+        let until = timeout.until(py)?;
         let part = selection(layers, tokens);
         let targets = targets(py, &views)?;
         let names = slices(&keys); // the keys themselves are dropped attached
@@ -423,11 +397,11 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
+        keys: Keys,
         verify: bool,
-        timeout: Option<f64>,
+        timeout: Seconds,
     ) -> PyResult<Lease> {
-        let until = deadline(py, timeout)?;
+        let until = timeout.until(py)?;
         let leases = self.run(py, |store| {
             store.lease(&space.ns, &slices(&keys), verify, until)
         })?;
@@ -439,30 +413,20 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
-        timeout: Option<f64>,
+        keys: Keys,
+        timeout: Seconds,
     ) -> PyResult<Vec<bool>> {
-        let until = deadline(py, timeout)?;
+        let until = timeout.until(py)?;
         self.run(py, |store| store.pin(&space.ns, &slices(&keys), until))
     }
 
     /// Takes back one `pin` of each key.
-    fn unpin(
-        &self,
-        py: Python<'_>,
-        space: &Space,
-        keys: Vec<PyBackedBytes>,
-    ) -> PyResult<Vec<bool>> {
+    fn unpin(&self, py: Python<'_>, space: &Space, keys: Keys) -> PyResult<Vec<bool>> {
         self.run(py, |store| store.unpin(&space.ns, &slices(&keys)))
     }
 
     /// Removes blocks and what follows them.
-    fn remove(
-        &self,
-        py: Python<'_>,
-        space: &Space,
-        keys: Vec<PyBackedBytes>,
-    ) -> PyResult<Vec<bool>> {
+    fn remove(&self, py: Python<'_>, space: &Space, keys: Keys) -> PyResult<Vec<bool>> {
         self.run(py, |store| store.remove(&space.ns, &slices(&keys)))
     }
 
@@ -471,7 +435,7 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
+        keys: Keys,
         scores: Vec<f32>,
     ) -> PyResult<Vec<bool>> {
         self.run(py, |store| {
@@ -505,14 +469,14 @@ impl Core {
     }
 
     /// Makes everything durable.
-    fn flush(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let until = deadline(py, timeout)?;
+    fn flush(&self, py: Python<'_>, timeout: Seconds) -> PyResult<()> {
+        let until = timeout.until(py)?;
         self.run(py, |store| store.flush(until))
     }
 
     /// Flushes and ends the store.
-    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let until = deadline(py, timeout)?;
+    fn close(&self, py: Python<'_>, timeout: Seconds) -> PyResult<()> {
+        let until = timeout.until(py)?;
         if self.home.is_stale() {
             return Ok(()); // the parent's store is not this process's to close
         }
@@ -524,14 +488,14 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
+        keys: Keys,
         to: usize,
-        deadline_s: Option<f64>,
+        deadline: Seconds,
         priority: i32,
     ) -> PyResult<Job> {
-        let until = match deadline_s {
+        let until = match deadline.0 {
             None => None,
-            given => Some(deadline(py, given)?),
+            Some(_) => Some(deadline.until(py)?),
         };
         let job = self.run(py, |store| {
             store.prefetch(&space.ns, &slices(&keys), to, until, priority)
@@ -555,12 +519,12 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
+        keys: Keys,
         datas: &Bound<'_, PyAny>,
-        parents: Vec<Option<PyBackedBytes>>,
-        replaces: Option<PyBackedBytes>,
+        parents: Parents,
+        replaces: Option<Key>,
         importance: Vec<f32>,
-        timeout: Option<f64>,
+        timeout: Seconds,
         to: &Completions,
         token: u64,
     ) -> PyResult<Operation> {
@@ -568,7 +532,7 @@ impl Core {
         same_length(py, keys.len(), "blocks", views.len(), false)?;
         same_length(py, keys.len(), "parents", parents.len(), true)?;
         same_length(py, keys.len(), "importance scores", importance.len(), true)?;
-        let until = deadline(py, timeout)?;
+        let until = timeout.until(py)?;
         // The worker must not touch Python objects: it gets copies of the keys, and addresses.
         let keys: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
         let parents: Vec<Option<Vec<u8>>> = parents
@@ -612,16 +576,16 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
+        keys: Keys,
         outs: &Bound<'_, PyAny>,
         layers: Option<(u32, u32)>,
         tokens: Option<(u32, u32)>,
-        timeout: Option<f64>,
+        timeout: Seconds,
         to: &Completions,
         token: u64,
     ) -> PyResult<Operation> {
         let views = views(space, outs, true)?;
-        let until = deadline(py, timeout)?;
+        let until = timeout.until(py)?;
         let part = selection(layers, tokens);
         let targets = targets(py, &views)?;
         self.start_reading(
@@ -646,13 +610,13 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
+        keys: Keys,
         verify: bool,
-        timeout: Option<f64>,
+        timeout: Seconds,
         to: &Completions,
         token: u64,
     ) -> PyResult<Operation> {
-        let until = deadline(py, timeout)?;
+        let until = timeout.until(py)?;
         self.start_reading(
             py,
             space,
@@ -671,12 +635,12 @@ impl Core {
         &self,
         py: Python<'_>,
         space: &Space,
-        keys: Vec<PyBackedBytes>,
-        timeout: Option<f64>,
+        keys: Keys,
+        timeout: Seconds,
         to: &Completions,
         token: u64,
     ) -> PyResult<Operation> {
-        let until = deadline(py, timeout)?;
+        let until = timeout.until(py)?;
         self.start_reading(
             py,
             space,
@@ -694,11 +658,11 @@ impl Core {
     fn start_flush(
         &self,
         py: Python<'_>,
-        timeout: Option<f64>,
+        timeout: Seconds,
         to: &Completions,
         token: u64,
     ) -> PyResult<Operation> {
-        let until = deadline(py, timeout)?;
+        let until = timeout.until(py)?;
         self.start(
             py,
             Vec::new(),

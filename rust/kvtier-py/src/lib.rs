@@ -3,6 +3,7 @@
 //! Every verb lets go of the interpreter before it takes a lock, moves bytes or waits. No Rust
 //! thread ever attaches to Python: asynchronous work announces itself through an eventfd.
 
+mod arguments;
 mod bounds;
 mod buffers;
 mod codecs;

@@ -12,8 +12,9 @@ use kvtier_core::read::{Got, Leased};
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 
+use crate::arguments::Seconds;
 use crate::buffers::View;
-use crate::core::{deadline, got_code, put_code};
+use crate::core::{got_code, put_code};
 use crate::errors::{check_home, from_core};
 use crate::lease::Lease;
 use kvtier_core::sync::Mutex;
@@ -225,8 +226,8 @@ impl Job {
 #[pymethods]
 impl Job {
     /// Waits; true: done, false: `timeout` seconds passed.
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let until = deadline(py, timeout)?;
+    fn wait(&self, py: Python<'_>, timeout: Seconds) -> PyResult<bool> {
+        let until = timeout.until(py)?;
         self.run(py, |job| job.wait(until))
     }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 use kvtier_core::sync::{Condvar, Mutex};
 use pyo3::prelude::*;
 
-use crate::core::deadline;
+use crate::arguments::Seconds;
 
 /// How far prefaulting is, for any thread to wait on.
 #[pyclass(frozen, module = "kvtier._kvtier")]
@@ -68,9 +68,9 @@ impl Progress {
         &self,
         py: Python<'_>,
         report: Option<Bound<'_, PyAny>>,
-        timeout: Option<f64>,
+        timeout: Seconds,
     ) -> PyResult<bool> {
-        let until = deadline(py, timeout)?;
+        let until = timeout.until(py)?;
         let mut seen = None;
         loop {
             let state = &self.state;

@@ -59,17 +59,23 @@ impl Space {
     }
 
     /// An array with the layout's number of axes must have its shape, with any number of tokens;
-    /// arrays with other numbers of axes are taken as bytes.
-    pub fn accepts_shape(&self, given: &[isize]) -> bool {
+    /// arrays with other numbers of axes are taken as bytes. An array of bytes, viewed from one of
+    /// larger elements, is as much longer in its last axis.
+    pub fn accepts_shape(&self, given: &[isize], itemsize: usize) -> bool {
         let Some(shape) = &self.shape else {
             return true;
         };
-        given.len() != shape.len()
-            || shape
+        let fits = |scale: usize| {
+            shape
                 .iter()
                 .zip(given)
                 .enumerate()
-                .all(|(axis, (&want, &got))| axis == self.token_axis || want as isize == got)
+                .all(|(axis, (&want, &got))| {
+                    let scale = if axis + 1 == shape.len() { scale } else { 1 };
+                    axis == self.token_axis || (want * scale) as isize == got
+                })
+        };
+        given.len() != shape.len() || fits(1) || (itemsize == 1 && fits(self.itemsize))
     }
 
     /// The shape in words.

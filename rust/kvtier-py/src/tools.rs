@@ -19,7 +19,7 @@ fn looked<T: Send>(
 }
 
 /// Verifies every block of an NVMe tier over these paths, a report for each; `repair` drops what is
-/// damaged.
+/// damaged, and what follows that.
 #[pyfunction]
 pub fn check_dirs<'py>(
     py: Python<'py>,
@@ -34,6 +34,7 @@ pub fn check_dirs<'py>(
         out.set_item("corrupt", report.corrupt)?;
         out.set_item("quarantined", report.quarantined)?;
         out.set_item("orphaned", report.orphaned)?;
+        out.set_item("dropped", report.repaired)?;
         out.set_item("damaged", report.damaged)?;
         Ok(out)
     };

@@ -1,0 +1,77 @@
+"""What a prefill is given, checked: a model, a store and a prompt."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvtier.errors import ConfigError
+
+__all__ = ["check_parts", "token_ids"]
+
+
+def check_parts(model: Any, store: Any) -> None:
+    """Whether these are a model and a store, in this order.
+
+    Raises:
+        ConfigError: where they are not.
+    """
+    if not (callable(getattr(model, "forward", None)) and hasattr(model, "config")):
+        raise ConfigError(
+            f"a {type(model).__name__} was given as the model; allowed is a loaded Hugging Face causal language model. The "
+            "order is model, store, input_ids"
+        )
+    if isinstance(store, torch.nn.Module) or not (hasattr(store, "namespace") or hasattr(store, "layout")):
+        raise ConfigError(
+            f"a {type(store).__name__} was given as the store; allowed is a kvtier.Store, or a namespace of one. The order "
+            "is model, store, input_ids"
+        )
+
+
+def token_ids(input_ids: Sequence[int] | torch.Tensor, model: Any = None) -> list[int]:
+    """A prompt as whole numbers, each in the vocabulary of ``model`` where that is given.
+
+    Raises:
+        ConfigError: for an empty prompt, a batch, or what is no tokens.
+    """
+    if isinstance(input_ids, str):
+        raise ConfigError(f"input_ids={input_ids[:40]!r} is text; allowed are tokens: pass tokenizer(text).input_ids")
+    if isinstance(input_ids, Mapping):
+        raise ConfigError(
+            f"input_ids is a {type(input_ids).__name__}; allowed are tokens: pass its input_ids, as in encoding.input_ids"
+        )
+    if isinstance(input_ids, torch.Tensor):
+        if input_ids.dim() == 2 and input_ids.shape[0] == 1:
+            input_ids = input_ids[0]
+        if input_ids.dim() != 1 or input_ids.is_floating_point():
+            raise ConfigError(
+                f"input_ids is a {input_ids.dtype} tensor of shape {tuple(input_ids.shape)}; allowed are integers of shape [T] or [1, T]: call prefill once a prompt"
+            )
+        input_ids = input_ids.tolist()
+    try:
+        tokens = [operator.index(token) for token in input_ids]
+    except TypeError:
+        raise ConfigError(
+            f"input_ids is a {type(input_ids).__name__} of something else than whole numbers; allowed are the tokens of one "
+            "prompt, as ints or as an integer tensor [T] or [1, T]"
+        ) from None
+    if not tokens:
+        raise ConfigError("input_ids is empty; a prompt has at least one token")
+    size = _vocabulary(model)
+    if min(tokens) < 0 or (size is not None and max(tokens) >= size):
+        strange = next(token for token in tokens if token < 0 or (size is not None and token >= size))
+        raise ConfigError(
+            f"input_ids has the token {strange}; allowed are 0 to {'' if size is None else size - 1}: use the model's own "
+            "tokenizer, and leave padding out"
+        )
+    return tokens
+
+
+def _vocabulary(model: Any) -> int | None:
+    """How many tokens the model embeds."""
+    find = getattr(model, "get_input_embeddings", None)
+    weight = getattr(find(), "weight", None) if callable(find) else None
+    return None if weight is None else int(weight.shape[0])
