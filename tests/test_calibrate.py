@@ -38,10 +38,10 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def rig(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    return Rig(model, tmp_path_factory.mktemp("rig"), TOKENS, chunk=CHUNK)
+    return Rig(model, tmp_path_factory.mktemp("rig"), TOKENS, chunk=CHUNK, cxl_node=0)
 
 
-@pytest.mark.parametrize("tier", ["dram", "nvme"])
+@pytest.mark.parametrize("tier", ["dram", "cxl", "nvme"])
 @pytest.mark.parametrize("gbs", [None, 1.0])
 def test_a_serial_run_loads_the_kv_from_that_tier(rig: Rig, tier: RigTier, gbs: float | None) -> None:
     rig.compute(0, TOKENS)
@@ -70,18 +70,21 @@ def test_a_store_from_toml_says_which_tiers_are_emulated(tmp_path: Path) -> None
 
 def test_a_calibration_has_everything_that_decide_needs(model: Any, tmp_path: Path) -> None:
     steps: list[str] = []
-    found = calibrate(model, tmp_path, tokens=TOKENS, chunk=CHUNK, runs=1, emulate_gbs={"nvme": 0.5}, say=steps.append)
+    found = calibrate(
+        model, tmp_path, tokens=TOKENS, chunk=CHUNK, runs=1, cxl_node=0, emulate_gbs={"nvme": 0.5}, say=steps.append
+    )
     assert list(tmp_path.iterdir()) == []  # nothing stays behind
-    assert [tier.kind for tier in found.tiers] == ["dram", "nvme"]
-    assert [tier.emulated for tier in found.tiers] == [False, True]
-    assert all(tier.read_bytes_per_s > 0 and (tier.write_bytes_per_s or 0) > 0 for tier in found.tiers)
+    assert [tier.kind for tier in found.tiers] == ["dram", "cxl", "nvme"]
+    assert [tier.emulated for tier in found.tiers] == [False, False, True]
+    assert all(tier.read_bytes_per_s > 0 for tier in found.tiers)
+    assert [(tier.write_bytes_per_s or 0) > 0 for tier in found.tiers] == [True, False, True]
     assert found.model.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4  # fp32, as the model is
     assert found.passes is not None
     assert (found.passes.cached, found.passes.new) == ((0, 32, 64), (1, 2, 4, 8, 16, 32))
     assert found.copy_bytes_per_s
     assert found.peak_flops_per_s
     assert found.hit_s > 0
-    assert len(steps) == 7
+    assert len(steps) == 8
     path = tmp_path / "measured.toml"
     path.write_text(found.to_toml())
     again = Measured.from_toml(path)
@@ -98,7 +101,8 @@ def test_a_calibration_has_everything_that_decide_needs(model: Any, tmp_path: Pa
         ({"tokens": 256}, "no more than the model's 256"),
         ({"tokens": 32}, "at least two chunks"),
         ({"runs": 0}, "runs=0"),
-        ({"emulate_gbs": {"tape": 1.0}}, "allowed are dram and nvme"),
+        ({"emulate_gbs": {"tape": 1.0}}, "allowed are dram, nvme; cxl goes with a cxl_node"),
+        ({"emulate_gbs": {"tape": 1.0}, "cxl_node": 0}, "allowed are dram, cxl, nvme"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(model: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -41,6 +41,7 @@ __all__ = ["calibrate"]
 @click.option("--tokens", default=2048, show_default=True, help="The longest prefix to measure.")
 @click.option("--chunk-tokens", default=256, show_default=True, help="Grid of the prefill.")
 @click.option("--runs", default=7, show_default=True, help="Runs of everything; medians count.")
+@click.option("--cxl-node", type=click.IntRange(0), help="Also measure a CXL tier on this NUMA node.")
 @click.option("--emulate", multiple=True, help='A rate limit in GB/s, for a what-if: "nvme=0.5". May be repeated.')
 @json_option
 def calibrate(
@@ -52,6 +53,7 @@ def calibrate(
     tokens: int,
     chunk_tokens: int,
     runs: int,
+    cxl_node: int | None,
     emulate: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -74,6 +76,7 @@ def calibrate(
         tokens=tokens,
         chunk=chunk_tokens,
         runs=runs,
+        cxl_node=cxl_node,
         emulate_gbs=limits,
         say=lambda line: say(f"measuring {line}"),
     )

@@ -31,6 +31,7 @@ def calibrate(
     tokens: int = 2048,
     chunk: int = 256,
     runs: int = 7,
+    cxl_node: int | None = None,
     emulate_gbs: Mapping[str, float] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Measured:
@@ -42,7 +43,8 @@ def calibrate(
         tokens: the longest prefix to measure, a multiple of ``chunk``, at least two of them. Default 2048.
         chunk: tokens of one pass of the prefill. Default 256.
         runs: of everything, interleaved; medians count. Default 7, at least 1.
-        emulate_gbs: rate limits in GB/s by tier (``"dram"``, ``"nvme"``), for what-if runs; the tier is then marked.
+        cxl_node: also measure a CXL tier on this NUMA node; a node of plain memory works too. Default none.
+        emulate_gbs: rate limits in GB/s by tier (``"dram"``, ``"cxl"``, ``"nvme"``), for what-if runs; the tier is then marked.
         say: told of each step before it starts.
 
     Returns:
@@ -57,14 +59,17 @@ def calibrate(
         raise ConfigError(f"runs={runs} is not allowed; it must be at least 1")
     if tokens < 2 * chunk:
         raise ConfigError(f"tokens={tokens} is not allowed; it must be at least two chunks of {chunk}")
-    if unknown := set(emulate_gbs or {}) - {"dram", "nvme"}:
-        raise ConfigError(f"emulate_gbs has {', '.join(sorted(unknown))}; allowed are dram and nvme")
+    allowed = ["dram", "nvme"] if cxl_node is None else ["dram", "cxl", "nvme"]
+    if unknown := set(emulate_gbs or {}) - set(allowed):
+        raise ConfigError(
+            f"emulate_gbs has {', '.join(sorted(unknown))}; allowed are {', '.join(allowed)}; cxl goes with a cxl_node"
+        )
     spec_of(model)  # refuses what is not known before anything is measured
     with scratch(directory, "calibrate-") as work:
         place = work / "kept"
         place.mkdir()
         say(f"computing the KV of {tokens} tokens")
-        return measure(Rig(model, place, tokens, chunk=chunk), work, runs, emulate_gbs or {}, say)
+        return measure(Rig(model, place, tokens, chunk=chunk, cxl_node=cxl_node), work, runs, emulate_gbs or {}, say)
 
 
 def spec_of(model: Any) -> ModelSpec:
@@ -82,6 +87,7 @@ def measure(rig: Rig, work: Path, runs: int, emulate_gbs: Mapping[str, float], s
     copy = _median([rig.copy(len(rig.keys)) for _ in range(runs)])
     size = rig.layout.block_bytes
     dram, hit_s = _dram(rig, runs, emulate_gbs.get("dram"), say)
+    cxl = () if rig.cxl_node is None else (_cxl(rig, runs, emulate_gbs.get("cxl"), say),)
     nvme, first = _nvme(rig, work, runs, emulate_gbs.get("nvme"), say)
     nvme = replace(nvme, latency_s=max(0.0, first - hit_s - size / nvme.read_bytes_per_s))
     say("large matrix products")
@@ -90,7 +96,7 @@ def measure(rig: Rig, work: Path, runs: int, emulate_gbs: Mapping[str, float], s
         model=model,
         flops_per_s=flops(model, 0, passes.chunk).total / whole,
         memory_bytes_per_s=weight_bytes(model, 1) / one,
-        tiers=(dram, nvme),
+        tiers=(dram, *cxl, nvme),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         hit_s=hit_s,
         copy_bytes_per_s=size * len(rig.keys) / copy,
@@ -130,6 +136,16 @@ def _dram(rig: Rig, runs: int, gbs: float | None, say: Callable[[str], None]) ->
         "dram", _median(rates), whole / _median(writes), spread=_spread(rates), emulated=gbs is not None
     )
     return tier, _median(hits)
+
+
+def _cxl(rig: Rig, runs: int, gbs: float | None, say: Callable[[str], None]) -> MeasuredTier:
+    """The tier on a NUMA node: reads only, since blocks get there behind the writer's back."""
+    say(f"reads from NUMA node {rig.cxl_node}")
+    with rig.holding("cxl", gbs) as blocks:
+        rig.fetch(blocks, rig.keys, "cxl")
+        reads = [rig.fetch(blocks, rig.keys, "cxl") for _ in range(runs)]
+    rates = [rig.layout.block_bytes * len(rig.keys) / seconds for seconds in reads]
+    return MeasuredTier("cxl", _median(rates), spread=_spread(rates), emulated=gbs is not None)
 
 
 def _nvme(rig: Rig, work: Path, runs: int, gbs: float | None, say: Callable[[str], None]) -> tuple[MeasuredTier, float]:

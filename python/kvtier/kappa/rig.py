@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvtier.config import Dram, Nvme
+from kvtier.config import MIN_TIER, Cxl, Dram, Nvme
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.identity import Identity
 from kvtier.integrations.tensors import BlockBuffer
@@ -21,7 +21,7 @@ from kvtier.store import Namespace, Store
 
 __all__ = ["Rig", "RigTier"]
 
-RigTier = Literal["dram", "nvme"]
+RigTier = Literal["dram", "cxl", "nvme"]
 _SLACK = 32 << 20  # the index, and what the store keeps free
 
 
@@ -34,6 +34,7 @@ class Rig:
         tokens: K at most; a multiple of ``chunk``.
         chunk: tokens of one pass, as in :func:`kvtier.integrations.transformers.prefill`. Default 256.
         room: new tokens at most. Default ``chunk``.
+        cxl_node: the NUMA node of the CXL tier, where one is measured. Default none.
 
     Raises:
         ConfigError: for tokens that are no multiple of the chunk, or more than the model allows.
@@ -41,7 +42,16 @@ class Rig:
     Blocks while it computes the prompt's KV and writes it.
     """
 
-    def __init__(self, model: Any, directory: Path, tokens: int, *, chunk: int = 256, room: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        directory: Path,
+        tokens: int,
+        *,
+        chunk: int = 256,
+        room: int | None = None,
+        cxl_node: int | None = None,
+    ) -> None:
         room = chunk if room is None else room
         limit = getattr(model.config, "max_position_embeddings", None)
         if tokens % chunk or tokens < chunk or (limit and tokens + room > limit):
@@ -62,6 +72,7 @@ class Rig:
             buffer.read_from(self.kv.pairs, 0, count)
         self.identity = Identity(b"calibration")
         self.directory = directory
+        self.cxl_node = cxl_node
         with self._store(Dram(self.room), Nvme(directory, self.room)) as blocks:
             self.keys = blocks.chain(self.prompt[:tokens])
             self.put(blocks)
@@ -120,9 +131,25 @@ class Rig:
             with self._store(Dram(self.room, emulate_gbs=gbs)) as blocks:
                 self.put(blocks)
                 yield blocks
+        elif tier == "cxl":
+            front = max(MIN_TIER, 2 * self.layout.block_bytes)
+            below = Cxl(self.room + 4 * front, numa_node=self.cxl_node, emulate_gbs=gbs)
+            with Store(Dram(front), below) as store:
+                blocks = store.namespace(self.identity, self.layout)
+                self.put(blocks)
+                self._push(store, blocks, front // 4)
+                yield blocks
         else:
             with self._store(Dram(self.room), Nvme(self.directory, self.room, emulate_gbs=gbs)) as blocks:
                 yield blocks
+
+    def _push(self, store: Store, blocks: Namespace, size: int) -> None:
+        """Put others of ``size`` bytes until none of the rig's blocks is in DRAM any more."""
+        for number in range(16):
+            if set(blocks.match(self.keys).tiers) == {"cxl"}:
+                return
+            store.put(number.to_bytes(16, "big"), bytes(size), timeout=60)
+        raise KvtierError("the blocks did not leave DRAM for the CXL tier")
 
     def compute(self, cached: int, new: int) -> float:
         """Seconds to compute ``new`` tokens behind ``cached``, in passes of a chunk from there on."""
