@@ -194,9 +194,9 @@ def test_a_bad_argument_changes_nothing(store: Store) -> None:
 
 def test_a_key_must_be_bytes(store: Store) -> None:
     for bad in ("text" * 8, 3, None):
-        with pytest.raises(TypeError):
+        with pytest.raises(InvalidBlockError, match="was given as a key"):
             store.put(bad, b"a")  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidBlockError, match="a list of keys"):
         store.contains(key("not in a list"))  # type: ignore[arg-type]
 
 
