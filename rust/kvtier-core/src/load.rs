@@ -63,6 +63,12 @@ impl Miss {
     }
 }
 
+impl From<Mismatch> for Miss {
+    fn from(_: Mismatch) -> Self {
+        Miss::Corrupt
+    }
+}
+
 /// How a flight ended.
 pub type Landing = Result<(), Miss>;
 
@@ -105,7 +111,7 @@ impl Flight {
 
     /// Decodes the image that was read where it lies, if it is encoded. Returns what the image in
     /// the slot must match now.
-    pub(crate) fn unpack(&self, pin: &Pin) -> Result<Proof<'_>, Mismatch> {
+    pub(crate) fn unpack(&self, inner: &Inner, pin: &Pin) -> Result<Proof<'_>, Miss> {
         let proof = self.proof();
         if self.cold.codec == 0 {
             return Ok(proof);
@@ -113,9 +119,9 @@ impl Flight {
         // SAFETY: the slot holds the image that was read, has room for the plain one, and is ours
         // alone.
         let image = unsafe { pin.bytes_mut(self.shape.image_len()) };
-        let stored = readable(&self.cold, self.shape).ok_or(Mismatch::Table)?;
+        let stored = readable(&self.cold, self.shape).ok_or(Miss::Codec)?;
         proof.verify(&image[..stored.image_len()], stored)?;
-        let root = coding::unpack(image, stored, self.shape, &self.id).ok_or(Mismatch::Table)?;
+        let root = coding::unpack(image, (stored, self.shape), &self.id, &inner.codings)?;
         Ok(Proof {
             generation: 0,
             codec: 0,
@@ -186,9 +192,13 @@ impl Inner {
         };
         self.stats.loads.add(1);
         let Some(stored) = readable(&flight.cold, flight.shape) else {
+            self.codings.warn_of(flight.cold.codec);
             self.land(&flight, Err(Miss::Codec));
             return Found::Failed(Miss::Codec);
         };
+        if flight.cold.codec != 0 {
+            self.begin_coding();
+        }
         let pin = match self.reserve(0, flight.shape.pages(), deadline) {
             Ok(pin) => pin,
             Err(error) => {
@@ -235,12 +245,12 @@ impl Inner {
             let Some(pin) = flight.course.claim() else {
                 return;
             };
-            let verified = flight.unpack(&pin).and_then(|proof| {
+            let verified = flight.unpack(&inner, &pin).and_then(|proof| {
                 // SAFETY: the slot holds the image that was read, and is ours alone.
                 let image = unsafe { pin.bytes(flight.shape.image_len()) };
-                proof.verify(image, flight.shape)
+                Ok(proof.verify(image, flight.shape)?)
             });
-            let _ = inner.finish(&flight, pin, verified.ok());
+            let _ = inner.finish(&flight, pin, verified);
         }));
     }
 
@@ -250,13 +260,17 @@ impl Inner {
         self: &Arc<Self>,
         flight: &Arc<Flight>,
         pin: Pin,
-        verified: Option<Root>,
+        verified: Result<Root, Miss>,
     ) -> Landing {
         let landing = match verified {
-            Some(root) => self.publish_loaded(flight, pin, root),
-            None => {
+            Ok(root) => self.publish_loaded(flight, pin, root),
+            Err(Miss::Corrupt) => {
                 pin.discard();
                 Err(self.lose_cold(flight.block, &flight.cold, Miss::Corrupt))
+            }
+            Err(miss) => {
+                pin.discard();
+                Err(miss)
             }
         };
         self.land(flight, landing);

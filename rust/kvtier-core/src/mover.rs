@@ -61,6 +61,8 @@ struct State {
     /// Writes begun so far.
     begun: u64,
     in_flight: usize,
+    /// Bytes that what is coded takes beside the tiers.
+    staged: usize,
     /// Blocks that stand in the way of a hole.
     requests: Vec<(usize, Handle)>,
     /// The hole, in pages, that somebody waits for in each memory tier.
@@ -74,19 +76,32 @@ pub(crate) struct Mover {
     /// The oldest write under way does not come back.
     stalled: AtomicBool,
     limit: usize,
+    staging: usize,
+}
+
+/// What a write takes while it is under way.
+#[derive(Clone, Copy)]
+struct Load {
+    /// Bytes of the block.
+    bytes: usize,
+    /// Bytes beside the tiers.
+    staged: usize,
 }
 
 impl Mover {
-    /// For blocks that come from a memory tier of so many bytes.
-    pub(crate) fn new(memory: usize) -> Self {
+    /// For blocks that come from a memory tier of so many bytes, and `staging` bytes beside it for
+    /// coded ones.
+    pub(crate) fn new(memory: usize, staging: usize) -> Self {
         Mover {
             limit: IN_FLIGHT.min(memory / PART),
+            staging,
             state: Mutex::new(State {
                 awake: false,
                 stop: false,
                 writing: HashMap::new(),
                 begun: 0,
                 in_flight: 0,
+                staged: 0,
                 requests: Vec::new(),
                 wanted: [0; MEMORY_TIERS],
             }),
@@ -146,7 +161,7 @@ impl Mover {
     fn begin(
         &self,
         known: Known,
-        bytes: usize,
+        load: Load,
         deadline: Instant,
         clock: &dyn Clock,
     ) -> Option<bool> {
@@ -155,7 +170,8 @@ impl Mover {
             if state.writing.contains_key(&known) {
                 return None;
             }
-            if state.in_flight == 0 || state.in_flight + bytes <= self.limit {
+            let free = state.in_flight == 0 || state.in_flight + load.bytes <= self.limit;
+            if free && state.staged + load.staged <= self.staging {
                 break;
             }
             if state.stop
@@ -167,7 +183,8 @@ impl Mover {
         }
         let number = state.begun;
         state.begun += 1;
-        state.in_flight += bytes;
+        state.in_flight += load.bytes;
+        state.staged += load.staged;
         state.writing.insert(known, (number, clock.now()));
         Some(true)
     }
@@ -183,10 +200,11 @@ impl Mover {
         self.state.lock().in_flight > 0
     }
 
-    fn end(&self, known: Known, bytes: usize) {
+    fn end(&self, known: Known, load: Load) {
         let mut state = self.state.lock();
         state.writing.remove(&known);
-        state.in_flight -= bytes;
+        state.in_flight -= load.bytes;
+        state.staged -= load.staged;
         self.stalled.store(false, Ordering::Relaxed);
         self.changed.notify_all();
     }
@@ -227,16 +245,17 @@ impl Mover {
 struct Leaving {
     inner: Arc<Inner>,
     block: Known,
-    bytes: usize,
+    load: Load,
     pin: Option<Pin>,
     /// What is written, where it is not what lies in the slot.
-    _coded: Option<Pages>,
+    coded: Option<Pages>,
 }
 
 impl Drop for Leaving {
     fn drop(&mut self) {
         self.pin = None;
-        self.inner.mover.end(self.block, self.bytes);
+        self.coded = None;
+        self.inner.mover.end(self.block, self.load);
         for memory in &self.inner.memory {
             memory.arena.notify();
         }
@@ -494,7 +513,14 @@ impl Inner {
         };
         let len = entry.shape.image_len();
         let known = (h, entry.epoch);
-        match self.mover.begin(known, len, deadline, &*self.clock) {
+        let coding = self.codings.of(entry.namespace, entry.shape.payload());
+        let load = Load {
+            bytes: len,
+            staged: coding
+                .as_ref()
+                .map_or(0, |coding| coding.room(entry.shape.payload())),
+        };
+        match self.mover.begin(known, load, deadline, &*self.clock) {
             None => return Sent::Away,
             Some(false) => return Sent::Late,
             Some(true) => {}
@@ -503,9 +529,9 @@ impl Inner {
         let bytes = unsafe { pin.bytes(len) };
         // A zero-copy lease may have been written to: never let that reach the disk unseen.
         let mut coded = None;
-        if let Some(coding) = self.codings.of(entry.namespace) {
+        if let Some(coding) = coding {
             if cold_root(&entry, bytes, 0).is_none() {
-                self.mover.end(known, len);
+                self.mover.end(known, load);
                 self.lose_memory(known, tier, pin.start());
                 return Sent::Away;
             }
@@ -513,7 +539,7 @@ impl Inner {
         }
         if entry.lossy && !coded.as_ref().is_some_and(|coded| coded.codec.is_lossy()) {
             // Without the mark of a lossy codec it would pass for what was put.
-            self.mover.end(known, len);
+            self.mover.end(known, load);
             return Sent::Refused;
         }
         let shape = coded.as_ref().map_or(entry.shape, |coded| coded.shape);
@@ -524,13 +550,13 @@ impl Inner {
         };
         let stop = || why == Why::Demote && self.mover.is_stopped();
         let Some(slot) = self.reserve_cold(shape.pages(), room, deadline, &stop) else {
-            self.mover.end(known, len);
+            self.mover.end(known, load);
             return if stop() { Sent::Late } else { Sent::Refused };
         };
         let affordable = |b: &Budget| b.spend(written, self.clock.now());
         if !cold.budget.as_ref().is_none_or(affordable) {
             cold.tier.abandon(slot);
-            self.mover.end(known, len);
+            self.mover.end(known, load);
             return Sent::Refused;
         }
         let (root, codec) = match &mut coded {
@@ -539,7 +565,7 @@ impl Inner {
                 Some(root) => (root, 0),
                 None => {
                     cold.tier.abandon(slot);
-                    self.mover.end(known, len);
+                    self.mover.end(known, load);
                     self.lose_memory(known, tier, pin.start());
                     return Sent::Away;
                 }
@@ -559,9 +585,9 @@ impl Inner {
         let leaving = Leaving {
             inner: self.clone(),
             block: known,
-            bytes: len,
+            load,
             pin: Some(pin),
-            _coded: pages,
+            coded: pages,
         };
         // SAFETY: the slot, or the coded image, has at least the image's length; pinned slots are
         // not written to, and nobody else has the coded image.
@@ -624,6 +650,10 @@ impl Inner {
 mod tests {
     use super::*;
 
+    fn load(bytes: usize) -> Load {
+        Load { bytes, staged: 0 }
+    }
+
     struct Fixed(Instant);
 
     impl Clock for Fixed {
@@ -634,36 +664,48 @@ mod tests {
 
     #[test]
     fn two_large_blocks_do_not_wait_for_each_other() {
-        let mover = Mover::new(1 << 20);
+        let mover = Mover::new(1 << 20, 100);
         let now = Instant::now();
-        let begin = |h| mover.begin((h, 1), (1 << 18) + 1, now, &Fixed(now));
+        let begin = |h| mover.begin((h, 1), load((1 << 18) + 1), now, &Fixed(now));
         assert_eq!(begin(1), Some(true));
         assert_eq!(begin(2), Some(false), "and nothing is counted for it");
-        mover.end((1, 1), (1 << 18) + 1);
+        mover.end((1, 1), load((1 << 18) + 1));
         assert_eq!(begin(2), Some(true));
     }
 
     #[test]
-    fn another_use_of_a_handle_is_another_block() {
-        let mover = Mover::new(1 << 20);
+    fn coded_blocks_wait_for_the_memory_beside_the_tiers() {
+        let mover = Mover::new(1 << 20, 100);
         let now = Instant::now();
-        let begin = |epoch| mover.begin((1, epoch), 10, now, &Fixed(now));
+        let load = |staged| Load { bytes: 10, staged };
+        let begin = |h, staged| mover.begin((h, 1), load(staged), now, &Fixed(now));
+        assert_eq!((begin(1, 60), begin(2, 41)), (Some(true), Some(false)));
+        assert_eq!((begin(3, 0), begin(4, 40)), (Some(true), Some(true)));
+        mover.end((1, 1), load(60));
+        assert_eq!(begin(2, 41), Some(true));
+    }
+
+    #[test]
+    fn another_use_of_a_handle_is_another_block() {
+        let mover = Mover::new(1 << 20, 100);
+        let now = Instant::now();
+        let begin = |epoch| mover.begin((1, epoch), load(10), now, &Fixed(now));
         assert_eq!(
             (begin(1), begin(1), begin(2)),
             (Some(true), None, Some(true))
         );
         assert!(!mover.settle(now));
-        mover.end((1, 1), 10);
-        mover.end((1, 2), 10);
+        mover.end((1, 1), load(10));
+        mover.end((1, 2), load(10));
         assert!(mover.settle(now));
     }
 
     #[test]
     fn a_write_that_does_not_come_back_is_noticed() {
-        let mover = Mover::new(1 << 20);
+        let mover = Mover::new(1 << 20, 100);
         let now = Instant::now();
         let far = now + Duration::from_secs(600);
-        let begin = |h, at| mover.begin((h, 1), 1 << 18, far, &Fixed(at));
+        let begin = |h, at| mover.begin((h, 1), load(1 << 18), far, &Fixed(at));
         assert_eq!(begin(1, now), Some(true));
         mover.look(now + STALL);
         assert!(!mover.is_stalled());
@@ -673,7 +715,7 @@ mod tests {
             "nobody waits for it"
         );
         assert!(mover.is_stalled());
-        mover.end((1, 1), 1 << 18);
+        mover.end((1, 1), load(1 << 18));
         assert!(!mover.is_stalled());
     }
 }

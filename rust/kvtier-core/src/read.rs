@@ -519,22 +519,24 @@ impl Inner {
     ) -> Result<std::result::Result<(), Miss>> {
         let shape = flight.shape;
         let pieces = request.pieces(shape);
-        let verified = flight.unpack(&pin).and_then(|proof| {
+        let verified = flight.unpack(self, &pin).and_then(|proof| {
             // SAFETY: the slot holds the image that was read, and is ours alone.
             let bytes = unsafe { pin.bytes(shape.image_len()) };
             match &pieces {
                 Ok(pieces) if request.selection.is_all() => {
                     // SAFETY: `out` has the pieces' length (checked) and is the caller's promise.
-                    unsafe { copy_proven(bytes, shape, proof, pieces, request.out.ptr) }
+                    unsafe { Ok(copy_proven(bytes, shape, proof, pieces, request.out.ptr)?) }
                 }
-                Ok(pieces) => proof.verify(bytes, shape).inspect(|_| {
+                Ok(pieces) => {
+                    let root = proof.verify(bytes, shape)?;
                     // SAFETY: as above.
-                    unsafe { copy_out(bytes, pieces, request.out.ptr) }
-                }),
-                Err(_) => proof.verify(bytes, shape),
+                    unsafe { copy_out(bytes, pieces, request.out.ptr) };
+                    Ok(root)
+                }
+                Err(_) => Ok(proof.verify(bytes, shape)?),
             }
         });
-        let landing = self.finish(flight, pin, verified.ok());
+        let landing = self.finish(flight, pin, verified);
         pieces?;
         // A block that was removed while it was read is still a hit: the bytes are the right ones.
         Ok(match (verified, landing) {
@@ -563,13 +565,13 @@ impl Inner {
                 }
                 match flight.course.wait(deadline) {
                     Wait::Finish(pin) => {
-                        let good = flight.unpack(&pin).and_then(|proof| {
+                        let good = flight.unpack(self, &pin).and_then(|proof| {
                             // SAFETY: the slot holds the image that was read, and is ours alone.
                             let bytes = unsafe { pin.bytes(flight.shape.image_len()) };
-                            proof.verify(bytes, flight.shape)
+                            Ok(proof.verify(bytes, flight.shape)?)
                         });
                         loaded = Some(pin.clone());
-                        match self.finish(flight, pin, good.ok()) {
+                        match self.finish(flight, pin, good) {
                             Ok(()) | Err(Miss::Absent) => {}
                             Err(miss) => return Err(miss),
                         }

@@ -445,10 +445,19 @@ impl Inner {
         }
     }
 
+    /// Sets memory aside for blocks that are coded or decoded, before the first one is.
+    pub(crate) fn begin_coding(&self) {
+        if self.codings.begin() {
+            self.uncharged.store(0, Ordering::Relaxed);
+            self.charge_metadata(); // what it lacks now, the next reservation gets
+        }
+    }
+
     /// Bytes of everything that is kept in memory beside blocks.
     pub(crate) fn metadata_bytes(&self) -> usize {
         self.index.memory_bytes()
             + self.order.lock().memory_bytes()
+            + self.codings.memory_bytes()
             + self
                 .memory
                 .iter()

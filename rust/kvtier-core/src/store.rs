@@ -204,11 +204,15 @@ impl Store {
         };
         let cores = std::thread::available_parallelism().map_or(2, usize::from);
         let start = |name: &str, n| Workers::new(name, n).map_err(|e| no_thread(name, &e));
+        let codings = Codings::new(memory.first().map_or(0, |m| m.size as usize));
         let inner = Arc::new(Inner {
             index: Index::default(),
             order: Mutex::new(Order::new(policies)),
-            codings: Codings::default(),
-            mover: Mover::new(memory.last().map_or(0, |m| m.size as usize)),
+            mover: Mover::new(
+                memory.last().map_or(0, |m| m.size as usize),
+                codings.limit(),
+            ),
+            codings,
             memory,
             cold,
             prefetcher: Prefetcher::default(),
@@ -378,6 +382,9 @@ impl Store {
     /// From now on, blocks of this namespace that are written below memory are coded so; `None`: they
     /// are written as they are. Blocks that lie there are read however they were written.
     pub fn set_coding(&self, ns: &Namespace, coding: Option<Coding>) {
+        if coding.is_some() {
+            self.inner.begin_coding();
+        }
         self.inner.codings.set(ns.tag(), coding);
     }
 
