@@ -90,7 +90,7 @@ def _prefill(quick: bool, directory: Path, svg: Path | None, say: Callable[[str]
 
 def _table(rows: list[Row]) -> Group:
     """The figures, in 80 columns; what they are of stands below, by number."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("", "value", "bound", "ratio", "spread", "of"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     notes: dict[str, int] = {}
@@ -98,11 +98,11 @@ def _table(rows: list[Row]) -> Group:
         share = None if row.spread is None else f"{row.spread:.0%}"
         ratio = None if row.ratio is None else f"{row.ratio:.2f}"
         of = "; ".join(text for text in (row.bound_name, row.note) if text)
-        mark = f"[{notes.setdefault(of, len(notes) + 1)}]" if of else ""
-        table.add_row(row.name, _figure(row.value, row.unit), _figure(row.bound, row.unit), ratio, share, escape(mark))
+        mark = str(notes.setdefault(of, len(notes) + 1)) if of else ""
+        table.add_row(row.name, _figure(row.value, row.unit), _figure(row.bound, row.unit), ratio, share, mark)
     legend = Table(box=None, show_header=False, padding=(0, 1, 0, 0), style="dim")
     for text, number in notes.items():
-        legend.add_row(escape(f"[{number}]"), escape(text))
+        legend.add_row(str(number), escape(text))
     return Group(table, "", legend)
 
 
