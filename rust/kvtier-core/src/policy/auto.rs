@@ -441,10 +441,11 @@ impl Policy for Auto {
             }
         }
         self.age();
-        for _ in 0..PATIENCE {
+        for step in 0..PATIENCE {
             let (cell, _) = self.cheapest()?;
             let block = self.ends[cell].0;
-            if self.is_older(block, cell) {
+            // Where very many grew older since the last search, one that is not in its list will do.
+            if step < PATIENCE / 2 && self.is_older(block, cell) {
                 self.place(block);
                 continue;
             }

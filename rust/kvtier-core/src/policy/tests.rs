@@ -120,6 +120,25 @@ fn deferred_blocks_make_way_for_others() {
     }
 }
 
+/// As a tier does that fills for the first time.
+#[test]
+fn a_victim_is_named_however_many_came_before_the_first_search() {
+    for name in NAMES {
+        let mut policy = by_name(name, 30_000).unwrap();
+        for h in 0..30_000 {
+            let fingerprint = u64::from(h).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            policy.on_insert(
+                h,
+                &Meta {
+                    fingerprint,
+                    ..meta(None)
+                },
+            );
+        }
+        assert!(policy.victim(&mut |_| true).is_some(), "{name}");
+    }
+}
+
 /// A parent is passed while its child arrives, and is a leaf again when that child has left.
 #[test]
 fn a_passed_block_may_be_named_as_soon_as_it_was_held_and_let_go() {
