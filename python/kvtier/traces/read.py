@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import re
+import zlib
 from collections.abc import Callable, Hashable, Iterator
 from datetime import datetime
 from itertools import chain
@@ -19,8 +21,10 @@ __all__ = ["read"]
 
 Request = tuple[float, int, list[Hashable]]
 
-LONGEST_RUN = 1 << 24
-"""Blocks of one run at most; more is a damaged line."""
+MOST_BLOCKS = 1 << 24
+"""Blocks of one request at most; more is a damaged line."""
+MOST_TOKENS = 1 << 32
+"""Tokens of one request, or of a block, at most; more is a damaged line."""
 
 
 def read(path: str | Path, *, block_tokens: int | None = None, skip_bad: bool = False) -> Trace:
@@ -43,6 +47,8 @@ def read(path: str | Path, *, block_tokens: int | None = None, skip_bad: bool = 
     if block_tokens is None:
         named = re.search(r"_b(\d+)", path.name)
         block_tokens = int(named[1]) if named else 512
+    if not 1 <= block_tokens <= MOST_TOKENS:
+        raise ConfigError(f"{path}: blocks of {block_tokens} tokens; 1 to {MOST_TOKENS} are allowed (block_tokens)")
     skipped = 0
     requests: list[Request] = []
     try:
@@ -50,14 +56,14 @@ def read(path: str | Path, *, block_tokens: int | None = None, skip_bad: bool = 
             for number, parse in _lines(file, path, block_tokens):
                 try:
                     requests.append(parse())
-                except (ValueError, TypeError, KeyError, OverflowError) as error:
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                     if not skip_bad:
                         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
                         raise ConfigError(
                             f"{path}, line {number}: {reason}. Correct it, or leave such lines out with --skip-bad"
                         ) from error
                     skipped += 1
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         raise ConfigError(f"{path}: {error}. Give a trace as JSON Lines or CSV, gzipped or not") from error
     if not requests:
         raise ConfigError(f"{path}: no request in it ({skipped} bad lines skipped); give a trace as JSON Lines or CSV")
@@ -98,8 +104,8 @@ def _from_json(line: str) -> Request:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(fields, dict):
         raise ValueError("not an object")
-    seconds = float(fields["timestamp"]) / 1000
-    tokens = _count(fields["input_length"], "input_length")
+    seconds = _finite(float(fields["timestamp"])) / 1000
+    tokens = _tokens(fields["input_length"], "input_length")
     if "hash_ids" in fields:
         ids = fields["hash_ids"]
         if not isinstance(ids, list) or not all(isinstance(block, int | str) for block in ids):
@@ -110,8 +116,7 @@ def _from_json(line: str) -> Request:
     runs = [_count(value, "runs") for value in fields["runs"]]
     if len(runs) % 2:
         raise ValueError("runs must be pairs of start and length")
-    if max(runs[1::2], default=0) > LONGEST_RUN:
-        raise ValueError(f"a run of {max(runs[1::2])} blocks; at most {LONGEST_RUN} are allowed")
+    _few(sum(runs[1::2]))
     pairs = zip(runs[::2], runs[1::2], strict=True)
     return seconds, tokens, list(chain.from_iterable(range(start, start + length) for start, length in pairs))
 
@@ -119,13 +124,32 @@ def _from_json(line: str) -> Request:
 def _from_csv(time: str | None, length: str | None, number: int, block_tokens: int) -> Request:
     if time is None or length is None:
         raise ValueError("too few columns")
-    tokens = _count(length, "the length")
+    tokens = _tokens(length, "the length")
     try:
         seconds = float(time)
     except ValueError:
         # Seven digits of a second are more than Python reads.
         seconds = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", time.strip())).timestamp()
-    return seconds, tokens, [(number, i) for i in range(tokens // block_tokens)]
+    return _finite(seconds), tokens, [(number, i) for i in range(_few(tokens // block_tokens))]
+
+
+def _finite(time: float) -> float:
+    if not math.isfinite(time):
+        raise ValueError(f"the time is {time}; it must be finite")
+    return time
+
+
+def _few(blocks: int) -> int:
+    if blocks > MOST_BLOCKS:
+        raise ValueError(f"{blocks} blocks in a request; at most {MOST_BLOCKS} are allowed")
+    return blocks
+
+
+def _tokens(value: Any, what: str) -> int:
+    tokens = _count(value, what)
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"{what} is {tokens} tokens; at most {MOST_TOKENS} are allowed")
+    return tokens
 
 
 def _count(value: Any, what: str) -> int:
