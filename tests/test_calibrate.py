@@ -77,14 +77,14 @@ def test_a_calibration_has_everything_that_decide_needs(model: Any, tmp_path: Pa
     assert [tier.kind for tier in found.tiers] == ["dram", "cxl", "nvme"]
     assert [tier.emulated for tier in found.tiers] == [False, False, True]
     assert all(tier.read_bytes_per_s > 0 for tier in found.tiers)
-    assert [(tier.write_bytes_per_s or 0) > 0 for tier in found.tiers] == [True, False, True]
+    assert all((tier.write_bytes_per_s or 0) > 0 for tier in found.tiers)
     assert found.model.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4  # fp32, as the model is
     assert found.passes is not None
     assert (found.passes.cached, found.passes.new) == ((0, 32, 64), (1, 2, 4, 8, 16, 32))
     assert found.copy_bytes_per_s
     assert found.peak_flops_per_s
     assert found.hit_s > 0
-    assert len(steps) == 8
+    assert len(steps) == 9
     path = tmp_path / "measured.toml"
     path.write_text(found.to_toml())
     again = Measured.from_toml(path)

@@ -139,13 +139,16 @@ def _dram(rig: Rig, runs: int, gbs: float | None, say: Callable[[str], None]) ->
 
 
 def _cxl(rig: Rig, runs: int, gbs: float | None, say: Callable[[str], None]) -> MeasuredTier:
-    """The tier on a NUMA node: reads only, since blocks get there behind the writer's back."""
+    """The tier on a NUMA node; a write is a put that goes on through a small DRAM tier."""
     say(f"reads from NUMA node {rig.cxl_node}")
     with rig.holding("cxl", gbs) as blocks:
         rig.fetch(blocks, rig.keys, "cxl")
         reads = [rig.fetch(blocks, rig.keys, "cxl") for _ in range(runs)]
-    rates = [rig.layout.block_bytes * len(rig.keys) / seconds for seconds in reads]
-    return MeasuredTier("cxl", _median(rates), spread=_spread(rates), emulated=gbs is not None)
+    say(f"writes to NUMA node {rig.cxl_node}")
+    writes = [rig.write("cxl", Path()) for _ in range(runs)]
+    whole = rig.layout.block_bytes * len(rig.keys)
+    rates = [whole / seconds for seconds in reads]
+    return MeasuredTier("cxl", _median(rates), whole / _median(writes), spread=_spread(rates), emulated=gbs is not None)
 
 
 def _nvme(rig: Rig, work: Path, runs: int, gbs: float | None, say: Callable[[str], None]) -> tuple[MeasuredTier, float]:

@@ -109,7 +109,12 @@ class Rig:
             raise KvtierError("a block was not stored: the tier is too small, or holds it already")
 
     def write(self, tier: RigTier, directory: Path) -> float:
-        """Seconds to put all blocks into an empty store: in memory, or until they are durable in ``directory``."""
+        """Seconds to put all blocks into an empty store: in memory, until all have left DRAM for the CXL tier, or until they
+        are durable in ``directory``.
+        """
+        if tier == "cxl":
+            with self._over_cxl(None) as (store, blocks):
+                return self.seconds(lambda: self._fill_cxl(store, blocks))
         disk = () if tier == "dram" else (Nvme(directory, self.room),)
         with Store(Dram(self.room), *disk) as store:
             store.prefaulted(timeout=60)
@@ -132,23 +137,32 @@ class Rig:
                 self.put(blocks)
                 yield blocks
         elif tier == "cxl":
-            front = max(MIN_TIER, 2 * self.layout.block_bytes)
-            below = Cxl(self.room + 4 * front, numa_node=self.cxl_node, emulate_gbs=gbs)
-            with Store(Dram(front), below) as store:
-                blocks = store.namespace(self.identity, self.layout)
-                self.put(blocks)
-                self._push(store, blocks, front // 4)
+            with self._over_cxl(gbs) as (store, blocks):
+                self._fill_cxl(store, blocks)
                 yield blocks
         else:
             with self._store(Dram(self.room), Nvme(self.directory, self.room, emulate_gbs=gbs)) as blocks:
                 yield blocks
 
-    def _push(self, store: Store, blocks: Namespace, size: int) -> None:
-        """Put others of ``size`` bytes until none of the rig's blocks is in DRAM any more."""
+    @property
+    def _front(self) -> int:
+        """Bytes of a DRAM tier that is only passed through."""
+        return max(MIN_TIER, 2 * self.layout.block_bytes)
+
+    @contextmanager
+    def _over_cxl(self, gbs: float | None) -> Iterator[tuple[Store, Namespace]]:
+        below = Cxl(self.room + 4 * self._front, numa_node=self.cxl_node, emulate_gbs=gbs)
+        with Store(Dram(self._front), below) as store:
+            store.prefaulted(timeout=60)
+            yield store, store.namespace(self.identity, self.layout)
+
+    def _fill_cxl(self, store: Store, blocks: Namespace) -> None:
+        """Put all blocks, and a few others until none of the rig's is in DRAM any more."""
+        self.put(blocks)
         for number in range(16):
             if set(blocks.match(self.keys).tiers) == {"cxl"}:
                 return
-            store.put(number.to_bytes(16, "big"), bytes(size), timeout=60)
+            store.put(number.to_bytes(16, "big"), bytes(self._front // 4), timeout=60)
         raise KvtierError("the blocks did not leave DRAM for the CXL tier")
 
     def compute(self, cached: int, new: int) -> float:
