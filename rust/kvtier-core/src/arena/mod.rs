@@ -443,13 +443,15 @@ impl Pin {
 
     /// Frees the slot if this is its only pin; gives the pin back if not.
     pub fn discard_if_only(self) -> std::result::Result<(), Pin> {
-        if self.arena.words[self.start as usize].retire_if(1) {
-            self.arena.free(self.start);
-            std::mem::forget(self); // the pin was consumed with the word
-            Ok(())
-        } else {
-            Err(self)
+        if !self.arena.words[self.start as usize].retire_if(1) {
+            return Err(self);
         }
+        // The pin was consumed with the word: its arena alone is left to let go of.
+        let pin = std::mem::ManuallyDrop::new(self);
+        // SAFETY: `pin` is not used, and its fields are not dropped, after this.
+        let arena = unsafe { std::ptr::read(&pin.arena) };
+        arena.free(pin.start);
+        Ok(())
     }
 }
 
@@ -483,6 +485,21 @@ mod tests {
 
     fn arena(pages: usize) -> Arc<Arena> {
         Arena::new(anonymous(pages * PAGE, HugePages::Off, None).unwrap())
+    }
+
+    #[test]
+    fn no_way_to_end_a_pin_keeps_the_arena() {
+        let arena = arena(8);
+        let pin = || arena.alloc(1).unwrap();
+        drop(pin());
+        pin().discard();
+        drop(pin().temporary());
+        assert!(pin().discard_if_only().is_ok());
+        let one = pin();
+        let other = one.clone();
+        assert!(one.discard_if_only().is_err());
+        drop(other);
+        assert_eq!(Arc::strong_count(&arena), 1);
     }
 
     #[test]
