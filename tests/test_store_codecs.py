@@ -99,6 +99,23 @@ def test_a_lossy_codec_gives_what_its_reference_does_and_a_put_makes_it_exact(tm
         assert [r.hit for r in cache.prefetch(names).result()] == [True] * 6
 
 
+def test_a_pinned_block_stays_pinned_when_a_put_makes_it_exact(tmp_path: Path) -> None:
+    names = keys(300)
+    with open_store(tmp_path) as store:
+        cache = store.namespace(IDENTITY, LAYOUT, codec="int8")
+        assert cache.put(names[0], block(0)).stored
+    with open_store(tmp_path) as store:
+        cache = store.namespace(IDENTITY, LAYOUT, codec="int8")
+        assert cache.pin(names[:1]) == [True]
+        assert cache.put(names[0], block(0)).stored
+        for i, name in enumerate(names[1:], 1):
+            assert cache.put(name, block(i)).stored
+        assert cache.match([names[1]]).tiers == ["nvme"], "memory was filled over and over"
+        assert cache.match(names[:1]).tiers == ["dram"]
+        assert got(cache, names[0]) == block(0).tobytes()
+        assert cache.unpin(names[:1]) == [True]
+
+
 def test_fewer_bytes_become_more_blocks(tmp_path: Path) -> None:
     kept = {}
     for codec in (None, "int4"):

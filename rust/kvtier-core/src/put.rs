@@ -6,11 +6,11 @@ use kvtier_codec::checksum::copy_hash64;
 use kvtier_codec::image::{self, Id, Segment, Shape};
 
 use crate::error::{Error, Kind, Result};
-use crate::index::{Entry, NOWHERE, Shard};
+use crate::index::{Entry, MEMORY_TIERS, NOWHERE, Shard};
 use crate::key;
 use crate::order::Known;
 use crate::policy::Handle;
-use crate::store::{Inner, NVME, Namespace, Store};
+use crate::store::{Inner, Namespace, Store};
 
 /// A block to store.
 #[derive(Clone, Copy, Debug)]
@@ -47,8 +47,8 @@ impl Store {
     /// deadline had passed at the call) or [`Kind::Deadline`].
     pub fn put(&self, ns: &Namespace, block: &Block<'_>, deadline: Instant) -> Result<Put> {
         self.inner.check_open()?;
-        let shape = check(ns, block)?;
-        self.inner.put(ns, block, shape, deadline)
+        let checked = check(ns, block)?;
+        self.inner.put(ns, block, &checked, deadline)
     }
 
     /// Stores blocks in order. What is wrong with a block is said before any is stored; a lack of
@@ -60,16 +60,16 @@ impl Store {
         deadline: Instant,
     ) -> Result<Vec<Put>> {
         self.inner.check_open()?;
-        let shapes = blocks
+        let checked = blocks
             .iter()
             .map(|block| check(ns, block))
             .collect::<Result<Vec<_>>>()?;
         blocks
             .iter()
-            .zip(shapes)
-            .map(|(block, shape)| {
+            .zip(checked)
+            .map(|(block, checked)| {
                 self.inner
-                    .put(ns, block, shape, deadline)
+                    .put(ns, block, &checked, deadline)
                     .or_else(|error| match error.kind() {
                         Kind::Full => Ok(Put::Full),
                         Kind::Deadline => Ok(Put::Deadline),
@@ -80,14 +80,22 @@ impl Store {
     }
 }
 
-/// The shape of a block whose key, data and companions are all right: nothing is stored before.
-fn check(ns: &Namespace, block: &Block<'_>) -> Result<Shape> {
-    for key in [Some(block.key), block.parent, block.replaces]
-        .into_iter()
-        .flatten()
-    {
-        key::id(&ns.digest, key)?;
-    }
+/// A block whose key, data and companions are all right.
+struct Checked {
+    shape: Shape,
+    id: Id,
+    parent: Option<Id>,
+    replaces: Option<Id>,
+}
+
+/// Looks at all of a block: nothing is stored before.
+fn check(ns: &Namespace, block: &Block<'_>) -> Result<Checked> {
+    let id = |key| key::id(&ns.digest, key);
+    let (key, parent, replaces) = (
+        id(block.key)?,
+        block.parent.map(id).transpose()?,
+        block.replaces.map(id).transpose()?,
+    );
     if !block.importance.is_finite() || block.importance < 0.0 {
         return Err(Error::new(
             Kind::InvalidBlock,
@@ -97,7 +105,12 @@ fn check(ns: &Namespace, block: &Block<'_>) -> Result<Shape> {
             ),
         ));
     }
-    ns.layout.shape(block.data.len())
+    Ok(Checked {
+        shape: ns.layout.shape(block.data.len())?,
+        id: key,
+        parent,
+        replaces,
+    })
 }
 
 impl Inner {
@@ -105,28 +118,25 @@ impl Inner {
         &self,
         ns: &Namespace,
         block: &Block<'_>,
-        shape: Shape,
+        checked: &Checked,
         deadline: Instant,
     ) -> Result<Put> {
         let started = Instant::now();
-        let id = key::id(&ns.digest, block.key)?;
+        let (id, shape) = (checked.id, checked.shape);
         if let Some(tier) = self.touch(&id, Some(shape))? {
             self.stats.present.add(1);
-            self.remove_replaced(ns, block, &id)?;
+            self.remove_replaced(checked);
             return Ok(Put::Present(tier));
         }
-        let parent = match block.parent {
+        let parent = match checked.parent {
             None => None,
-            Some(key) => {
-                let parent = key::id(&ns.digest, key)?;
-                match self.index.find(&parent) {
-                    Some(known) => {
-                        self.touch(&parent, None)?; // making room must not take just this one
-                        Some((parent, known))
-                    }
-                    None => return Ok(self.orphan()),
+            Some(parent) => match self.index.find(&parent) {
+                Some(known) => {
+                    self.touch(&parent, None)?; // making room must not take just this one
+                    Some((parent, known))
                 }
-            }
+                None => return Ok(self.orphan()),
+            },
         };
         let pin = self.reserve(0, shape.pages(), deadline)?;
         let mut table = Vec::with_capacity(shape.segments());
@@ -168,20 +178,16 @@ impl Inner {
         self.stats.puts.add(1);
         self.stats.put_bytes.add(shape.payload() as u64);
         self.memory[0].stats.inserts.add(1);
-        self.remove_replaced(ns, block, &id)?;
+        self.remove_replaced(checked);
         self.stats.put.since(started);
         Ok(published)
     }
 
     /// Removes the block that this one, which is there now, makes superfluous.
-    fn remove_replaced(&self, ns: &Namespace, block: &Block<'_>, id: &Id) -> Result<()> {
-        if let Some(key) = block.replaces {
-            let old = key::id(&ns.digest, key)?;
-            if old != *id {
-                self.remove_id(&old);
-            }
+    fn remove_replaced(&self, checked: &Checked) {
+        if let Some(old) = checked.replaces.filter(|&old| old != checked.id) {
+            self.remove_id(&old);
         }
-        Ok(())
     }
 
     fn orphan(&self) -> Put {
@@ -189,8 +195,8 @@ impl Inner {
         Put::Orphan
     }
 
-    /// If the block is there as it was put: notes the use, and says where it is. A block of another size under
-    /// the same key is an error.
+    /// If the block is there as it was put: notes the use, and says where it is. A block of another
+    /// size under the same key is an error.
     fn touch(&self, id: &Id, shape: Option<Shape>) -> Result<Option<&'static str>> {
         let shard = self.index.of(id);
         let Some((h, entry)) = shard.find(id).and_then(|h| Some((h, shard.get(h)?))) else {
@@ -209,12 +215,17 @@ impl Inner {
         if shape.is_some() && entry.is_lossy() {
             return Ok(None);
         }
-        let (tier, name) = match entry.in_memory() {
-            Some((tier, _)) => (tier, self.memory[tier].name),
-            None => (self.memory.len(), NVME),
-        };
+        let (tier, name) = self.nearest(entry);
         self.order.lock().policy(tier).on_hit(h);
         Ok(Some(name))
+    }
+
+    /// The fastest tier that holds a block, and its name.
+    pub(crate) fn nearest(&self, entry: &Entry) -> (usize, &'static str) {
+        let tier = entry
+            .in_memory()
+            .map_or(self.memory.len(), |(tier, _)| tier);
+        (tier, self.tier_name(tier))
     }
 
     /// Puts an exact copy in the place of those that lack something.
@@ -222,24 +233,22 @@ impl Inner {
         let Some(entry) = shard.get_mut(h) else {
             return Put::Present(self.memory[0].name);
         };
-        let mut order = self.order.lock();
-        for (tier, memory) in self.memory.iter().enumerate() {
-            if entry.memory[tier] != NOWHERE {
-                memory.arena.retire(entry.memory[tier]);
-                order.policy(tier).on_remove(h);
-                entry.memory[tier] = NOWHERE;
-            }
-        }
-        if let (Some(place), Some(cold)) = (entry.cold.take(), &self.cold) {
-            order.policy(self.memory.len()).on_remove(h);
-            cold.tier.remove(place.slot, &entry.id);
-        }
-        drop(order);
+        let held = self.leave_places(&mut self.order.lock(), h, entry);
+        entry.memory = [NOWHERE; MEMORY_TIERS];
         entry.memory[0] = new.memory[0];
+        entry.cold = None;
         entry.root = new.root;
         entry.lossy = false;
         self.insert_order(0, h, entry);
-        self.memory[0].arena.set_owner(new.memory[0], h);
+        let arena = &self.memory[0].arena;
+        arena.set_owner(new.memory[0], h);
+        // Who asked for the block to be kept means the block, not that copy of it.
+        if held
+            && let Some(kept) = self.pinned.lock().get_mut(&new.id)
+            && let Some(pin) = arena.pin(new.memory[0])
+        {
+            kept.0 = pin;
+        }
         Put::Stored(self.memory[0].name)
     }
 
@@ -247,17 +256,12 @@ impl Inner {
     fn publish(&self, entry: Entry, parent: Option<Known>) -> Put {
         let start = entry.memory[0];
         let mut shard = self.index.of(&entry.id);
-        if let Some(h) = shard.find(&entry.id)
-            && shard.get(h).is_some_and(|e| e.is_lossy())
-        {
-            return self.replace_lossy(&mut shard, h, &entry);
-        }
-        if let Some(other) = shard.find(&entry.id).and_then(|h| shard.get(h)) {
-            let tier = match other.memory.iter().position(|&s| s != NOWHERE) {
-                Some(tier) => self.memory[tier].name,
-                None => NVME,
-            };
-            return Put::Present(tier);
+        if let Some((h, other)) = shard.find(&entry.id).and_then(|h| Some((h, shard.get(h)?))) {
+            if other.is_lossy() {
+                return self.replace_lossy(&mut shard, h, &entry);
+            }
+            let (_, name) = self.nearest(other);
+            return Put::Present(name);
         }
         let (fingerprint, pages, importance) =
             (entry.fingerprint(), entry.shape.pages(), entry.importance);

@@ -314,7 +314,7 @@ impl Inner {
         }
     }
 
-    fn tier_name(&self, tier: usize) -> &'static str {
+    pub(crate) fn tier_name(&self, tier: usize) -> &'static str {
         self.memory.get(tier).map_or(NVME, |m| m.name)
     }
 

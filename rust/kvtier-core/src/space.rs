@@ -490,23 +490,30 @@ impl Inner {
         let Some(entry) = self.index.remove(shard, h) else {
             return;
         };
+        if self.leave_places(order, h, &entry) {
+            // What is removed is no longer kept, even for who asked for that.
+            self.pinned.lock().remove(&entry.id);
+        }
+        order.detach(h);
+    }
+
+    /// Gives up all places of an entry; slots that are held are freed when they are let go. Says
+    /// whether one is.
+    pub(crate) fn leave_places(&self, order: &mut Order, h: Handle, entry: &Entry) -> bool {
+        let mut held = false;
         for (tier, memory) in self.memory.iter().enumerate() {
             let start = entry.memory[tier];
-            if start == NOWHERE {
-                continue;
-            }
-            order.policy(tier).on_remove(h);
-            memory.arena.retire(start);
-            if memory.arena.is_pinned(start) {
-                // What is removed is no longer kept, even for who asked for that.
-                self.pinned.lock().remove(&entry.id);
+            if start != NOWHERE {
+                order.policy(tier).on_remove(h);
+                memory.arena.retire(start);
+                held |= memory.arena.is_pinned(start);
             }
         }
         if let (Some(place), Some(cold)) = (entry.cold, &self.cold) {
             order.policy(self.memory.len()).on_remove(h);
             cold.tier.remove(place.slot, &entry.id);
         }
-        order.detach(h);
+        held
     }
 
     /// Removes a block and all that follow it. Returns how many were removed.

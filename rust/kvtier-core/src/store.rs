@@ -290,10 +290,7 @@ impl Store {
             let Some(entry) = shard.find(&id).and_then(|h| shard.get(h)) else {
                 break;
             };
-            let tier = match entry.in_memory() {
-                Some((tier, _)) => self.inner.memory[tier].name,
-                None => NVME,
-            };
+            let (_, tier) = self.inner.nearest(entry);
             found.blocks += 1;
             found.tokens += u64::from(ns.layout.tokens(entry.shape));
             found.tiers.push(tier);
