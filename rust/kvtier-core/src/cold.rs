@@ -10,11 +10,11 @@ use kvtier_nvme::Slot;
 use crate::error::{Error, Kind, Result};
 use crate::index::{Cold, NOWHERE};
 use crate::load::Miss;
-use crate::mover::{Sent, Why};
 use crate::order::Known;
 use crate::policy::Handle;
 use crate::space::Force;
 use crate::store::Inner;
+use crate::write::{Sent, Why};
 
 /// How long a slot's new use waits for the record that frees it.
 const PATIENCE: Duration = Duration::from_secs(5);

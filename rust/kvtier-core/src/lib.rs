@@ -33,6 +33,7 @@ mod space;
 pub mod stats;
 pub mod store;
 pub mod workers;
+mod write;
 
 pub use kvtier_nvme::sync;
 

@@ -1,8 +1,7 @@
-//! Demotion: blocks on their way from memory to the tier below.
+//! Demotion: who leaves a memory tier for the one below, and the account of what is under way.
 //!
 //! One thread wakes at the high watermark, takes victims from the policy and moves them down until
-//! the low one is reached. Writes to NVMe are in flight while it looks for more; their completion
-//! publishes the new place and frees the old one.
+//! the low one is reached. Writes to NVMe are in flight while it looks for more.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,19 +10,17 @@ use std::time::{Duration, Instant};
 use crate::sync::{Condvar, Mutex};
 use hashbrown::{HashMap, HashSet};
 use kvtier_codec::checksum::copy;
-use kvtier_codec::image::{self, Id, Root};
-use kvtier_nvme::{Clock, Write};
-use kvtier_nvme::{IoBuf, Pages};
+use kvtier_codec::image;
+use kvtier_nvme::Clock;
 
 use crate::arena::Pin;
-use crate::budget::Budget;
-use crate::cold::Room;
 use crate::error::Kind;
-use crate::index::{Cold, Entry, MEMORY_TIERS, NOWHERE};
+use crate::index::{Entry, MEMORY_TIERS, NOWHERE};
 use crate::order::Known;
 use crate::policy::Handle;
 use crate::space::{Force, Left};
 use crate::store::Inner;
+use crate::write::{Sent, Why};
 
 /// Bytes that may be on their way to NVMe at once, and at most this part of the memory they come
 /// from: a device that hangs keeps them. One block may always go.
@@ -32,26 +29,6 @@ const PART: usize = 4;
 
 /// How long a write may take before NVMe counts as stalled, and is bypassed until it answers.
 const STALL: Duration = Duration::from_secs(5);
-
-/// Why a block is written below.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Why {
-    /// To make room: it leaves the tier above.
-    Demote,
-    /// To keep it, in the room that there is: it stays above too.
-    Persist(Room),
-}
-
-/// What became of a block that should be written to NVMe.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sent {
-    /// It is under way, or did not hold what was put and was dropped.
-    Away,
-    /// There is no room for it there, or it must not be written.
-    Refused,
-    /// Too much was under way until the deadline.
-    Late,
-}
 
 struct State {
     awake: bool,
@@ -81,11 +58,11 @@ pub(crate) struct Mover {
 
 /// What a write takes while it is under way.
 #[derive(Clone, Copy)]
-struct Load {
+pub(crate) struct Load {
     /// Bytes of the block.
-    bytes: usize,
+    pub(crate) bytes: usize,
     /// Bytes beside the tiers.
-    staged: usize,
+    pub(crate) staged: usize,
 }
 
 impl Mover {
@@ -109,13 +86,6 @@ impl Mover {
             stalled: AtomicBool::new(false),
         }
     }
-}
-
-/// The root of a block's image at `generation` on NVMe; `None` if the image is not what was put.
-fn cold_root(entry: &Entry, image: &[u8], generation: u64) -> Option<Root> {
-    let (id, shape) = (&entry.id, entry.shape);
-    let table = image::verify(image, shape, entry.root, id, 0, 0).ok()?;
-    Some(Root::over(&table, id, generation, 0, shape))
 }
 
 impl Mover {
@@ -152,13 +122,13 @@ impl Mover {
         self.changed.notify_all();
     }
 
-    fn is_stopped(&self) -> bool {
+    pub(crate) fn is_stopped(&self) -> bool {
         self.state.lock().stop
     }
 
     /// Notes that a block's write begins, once few enough bytes are under way. `None`: it is under
     /// way already. `Some(false)`: too many were, until `deadline`, [`Mover::stop`], or a stall.
-    fn begin(
+    pub(crate) fn begin(
         &self,
         known: Known,
         load: Load,
@@ -200,7 +170,7 @@ impl Mover {
         self.state.lock().in_flight > 0
     }
 
-    fn end(&self, known: Known, load: Load) {
+    pub(crate) fn end(&self, known: Known, load: Load) {
         let mut state = self.state.lock();
         state.writing.remove(&known);
         state.in_flight -= load.bytes;
@@ -238,27 +208,6 @@ impl Mover {
     /// Do writes not come back?
     pub(crate) fn is_stalled(&self) -> bool {
         self.stalled.load(Ordering::Relaxed)
-    }
-}
-
-/// What a write holds until its device lets go of the buffer: only then is it over.
-struct Leaving {
-    inner: Arc<Inner>,
-    block: Known,
-    load: Load,
-    pin: Option<Pin>,
-    /// What is written, where it is not what lies in the slot.
-    coded: Option<Pages>,
-}
-
-impl Drop for Leaving {
-    fn drop(&mut self) {
-        self.pin = None;
-        self.coded = None;
-        self.inner.mover.end(self.block, self.load);
-        for memory in &self.inner.memory {
-            memory.arena.notify();
-        }
     }
 }
 
@@ -386,22 +335,6 @@ impl Inner {
         }
     }
 
-    /// Could this block be written to NVMe now?
-    pub(crate) fn can_write(&self, entry: &Entry) -> bool {
-        self.cold.as_ref().is_some_and(|cold| {
-            !cold.is_failed()
-                && !self.mover.is_stalled()
-                && entry.shape.pages() <= cold.tier.max_slot_pages()
-                && !self.is_unaffordable(entry)
-        })
-    }
-
-    /// Does the write budget alone keep this block from NVMe?
-    pub(crate) fn is_unaffordable(&self, entry: &Entry) -> bool {
-        let budget = self.cold.as_ref().and_then(|cold| cold.budget.as_ref());
-        budget.is_some_and(|b| !b.allows(entry.shape.image_len(), self.clock.now()))
-    }
-
     /// Moves a victim to the tier below, or evicts it with `force`. False: it stays where it is.
     fn demote(self: &Arc<Self>, tier: usize, h: Handle, force: Force) -> bool {
         let (entry, pin) = {
@@ -496,153 +429,6 @@ impl Inner {
             self.memory[tier].stats.demotions.add(1);
         }
         true
-    }
-
-    /// Starts a block's write to NVMe.
-    pub(crate) fn write_down(
-        self: &Arc<Self>,
-        tier: usize,
-        h: Handle,
-        entry: Entry,
-        pin: Pin,
-        why: Why,
-        deadline: Instant,
-    ) -> Sent {
-        let Some(cold) = &self.cold else {
-            return Sent::Refused;
-        };
-        let len = entry.shape.image_len();
-        let known = (h, entry.epoch);
-        let coding = self.codings.of(entry.namespace, entry.shape.payload());
-        let load = Load {
-            bytes: len,
-            staged: coding
-                .as_ref()
-                .map_or(0, |coding| coding.room(entry.shape.payload())),
-        };
-        match self.mover.begin(known, load, deadline, &*self.clock) {
-            None => return Sent::Away,
-            Some(false) => return Sent::Late,
-            Some(true) => {}
-        }
-        // SAFETY: a published image, pinned.
-        let bytes = unsafe { pin.bytes(len) };
-        // A zero-copy lease may have been written to: never let that reach the disk unseen.
-        let mut coded = None;
-        if let Some(coding) = coding {
-            if cold_root(&entry, bytes, 0).is_none() {
-                self.mover.end(known, load);
-                self.lose_memory(known, tier, pin.start());
-                return Sent::Away;
-            }
-            coded = coding.pack(&bytes[..entry.shape.payload()], entry.shape);
-        }
-        if entry.lossy && !coded.as_ref().is_some_and(|coded| coded.codec.is_lossy()) {
-            // Without the mark of a lossy codec it would pass for what was put.
-            self.mover.end(known, load);
-            return Sent::Refused;
-        }
-        let shape = coded.as_ref().map_or(entry.shape, |coded| coded.shape);
-        let written = shape.image_len();
-        let room = match why {
-            Why::Demote => Room::Coldest,
-            Why::Persist(room) => room,
-        };
-        let stop = || why == Why::Demote && self.mover.is_stopped();
-        let Some(slot) = self.reserve_cold(shape.pages(), room, deadline, &stop) else {
-            self.mover.end(known, load);
-            return if stop() { Sent::Late } else { Sent::Refused };
-        };
-        let affordable = |b: &Budget| b.spend(written, self.clock.now());
-        if !cold.budget.as_ref().is_none_or(affordable) {
-            cold.tier.abandon(slot);
-            self.mover.end(known, load);
-            return Sent::Refused;
-        }
-        let (root, codec) = match &mut coded {
-            Some(coded) => (coded.seal(&entry.id, slot.generation), coded.codec.id()),
-            None => match cold_root(&entry, bytes, slot.generation) {
-                Some(root) => (root, 0),
-                None => {
-                    cold.tier.abandon(slot);
-                    self.mover.end(known, load);
-                    self.lose_memory(known, tier, pin.start());
-                    return Sent::Away;
-                }
-            },
-        };
-        let place = Cold {
-            slot,
-            root,
-            codec,
-            stored: shape.payload() as u32,
-        };
-        let (start, ptr) = (pin.start(), pin.ptr());
-        let pages = coded.map(|coded| coded.pages);
-        let ptr = pages
-            .as_ref()
-            .map_or(ptr, |pages| pages.as_ptr().cast_mut());
-        let leaving = Leaving {
-            inner: self.clone(),
-            block: known,
-            load,
-            pin: Some(pin),
-            coded: pages,
-        };
-        // SAFETY: the slot, or the coded image, has at least the image's length; pinned slots are
-        // not written to, and nobody else has the coded image.
-        let buf = unsafe { IoBuf::new(ptr, written, Arc::new(leaving)) };
-        let inner = self.clone();
-        let id = entry.id;
-        cold.tier.write(Write {
-            slot,
-            id,
-            parent: entry.parent,
-            namespace: entry.namespace,
-            shape,
-            codec,
-            plain: entry.shape,
-            importance: entry.importance,
-            root,
-            buf,
-            done: Box::new(move |result| match result {
-                Ok(()) => inner.publish_cold(known, &id, place, (tier, start), why),
-                Err(_) => inner.cold_error(),
-            }),
-        });
-        Sent::Away
-    }
-
-    /// A block's bytes are on NVMe: names the place, and frees the slot above if nobody reads it.
-    fn publish_cold(&self, (h, epoch): Known, id: &Id, place: Cold, from: (usize, u32), why: Why) {
-        let (tier, start) = from;
-        let Some(cold) = &self.cold else {
-            return;
-        };
-        let memory = &self.memory[tier];
-        let mut shard = self.index.shard(h);
-        let Some(entry) = shard.get_same(h, epoch).filter(|e| e.cold.is_none()) else {
-            drop(shard);
-            cold.tier.remove(place.slot, id);
-            return;
-        };
-        entry.cold = Some(place);
-        cold.tier.set_owner(place.slot, h);
-        self.insert_order(self.memory.len(), h, entry);
-        cold.stats.inserts.add(1);
-        // The write itself still holds one pin.
-        if why == Why::Demote && entry.memory[tier] == start && memory.arena.pins(start) <= 1 {
-            entry.memory[tier] = NOWHERE;
-            self.order.lock().policy(tier).on_remove(h);
-            memory.stats.demotions.add(1);
-            memory.arena.retire(start);
-        }
-    }
-
-    fn cold_error(&self) {
-        if let Some(cold) = &self.cold {
-            cold.stats.errors.add(1);
-        }
     }
 }
 
