@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier import machine
-from kvtier.config import Cxl, Dram, Nvme, StoreConfig, default_dram, parse_size
+from kvtier import _kvtier, machine
+from kvtier.config import Cxl, Dram, Nvme, Policy, StoreConfig, default_dram, parse_size
 from kvtier.errors import ConfigError, KvtierError, UnsupportedError
 
 
@@ -77,6 +77,10 @@ def test_a_size_in_bytes_is_taken_as_it_is(size: int) -> None:
 def test_bad_values_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_the_policies_of_the_type_are_those_of_the_core() -> None:
+    assert list(get_args(Policy)) == _kvtier.POLICIES
 
 
 def test_paths_of_every_kind() -> None:
