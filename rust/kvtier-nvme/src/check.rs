@@ -121,19 +121,19 @@ pub fn check_all(paths: &[PathBuf], repair: bool) -> Result<Vec<CheckReport>, Er
     }
     let mut reports = Vec::new();
     let mut corrupt = HashSet::new();
-    for (device, _, _, found) in &mut opened {
+    for (path, (device, _, _, found)) in opened.iter_mut().enumerate() {
         let (report, bad) = check_device(&**device, found, &present);
-        corrupt.extend(bad);
+        corrupt.extend(bad.into_iter().map(|generation| (path, generation)));
         reports.push(report);
     }
     if repair && !corrupt.is_empty() {
         let gone = with_followers(opened.iter().map(|(.., found)| found), &corrupt);
-        for ((device, _lock, name, found), report) in opened.into_iter().zip(&mut reports) {
+        for (path, (device, _lock, name, found)) in opened.into_iter().enumerate() {
             let drops: Vec<Record> = (found.blocks.iter())
-                .filter(|r| gone.contains(&r.generation))
+                .filter(|r| gone.contains(&(path, r.generation)))
                 .copied()
                 .collect();
-            report.repaired = drops.len() as u64;
+            reports[path].repaired = drops.len() as u64;
             if !drops.is_empty() {
                 drop_blocks(&device, &name, found, &drops)?;
             }
@@ -147,27 +147,35 @@ fn short(record: &Record) -> [u8; 16] {
     record::get(&record.id, 0)
 }
 
-/// The generations of the corrupt blocks, and of all that follow them in their chains.
+/// Which block: its path and its generation there. Two paths can give out the same one, where one
+/// was missing for a while.
+type At = (usize, u64);
+
+/// The corrupt blocks, and all that follow them in their chains.
 fn with_followers<'a>(
     paths: impl Iterator<Item = &'a Found> + Clone,
-    corrupt: &HashSet<u64>,
-) -> HashSet<u64> {
-    let blocks = || paths.clone().flat_map(|found| &found.blocks);
-    let mut followers: HashMap<[u8; 16], Vec<&Record>> = HashMap::new();
+    corrupt: &HashSet<At>,
+) -> HashSet<At> {
+    let blocks = || {
+        let paths = paths.clone().enumerate();
+        paths.flat_map(|(path, found)| found.blocks.iter().map(move |r| ((path, r.generation), r)))
+    };
+    let mut followers: HashMap<[u8; 16], Vec<(At, &Record)>> = HashMap::new();
     let mut sound: HashMap<[u8; 16], usize> = HashMap::new();
-    for record in blocks() {
+    for (at, record) in blocks() {
         if let Change::Add(Entry {
             parent: Some(parent),
             ..
         }) = record.change
         {
-            followers.entry(parent).or_default().push(record);
+            followers.entry(parent).or_default().push((at, record));
         }
         *sound.entry(short(record)).or_default() += 1;
     }
     let mut gone = corrupt.clone();
     let mut next: Vec<&Record> = blocks()
-        .filter(|r| corrupt.contains(&r.generation))
+        .filter(|(at, _)| corrupt.contains(at))
+        .map(|(_, record)| record)
         .collect();
     while let Some(record) = next.pop() {
         let left = sound.entry(short(record)).or_default();
@@ -175,8 +183,8 @@ fn with_followers<'a>(
         if *left > 0 {
             continue; // another copy of it is sound
         }
-        for &follower in followers.get(&short(record)).into_iter().flatten() {
-            if gone.insert(follower.generation) {
+        for &(at, follower) in followers.get(&short(record)).into_iter().flatten() {
+            if gone.insert(at) {
                 next.push(follower);
             }
         }

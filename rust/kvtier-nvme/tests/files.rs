@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use common::{id, is_intact, put, read, start_put};
-use kvtier_nvme::{EngineKind, ErrorKind, NvmeTier, Options, check, inspect, probe};
+use kvtier_nvme::{EngineKind, ErrorKind, NvmeTier, Options, check, check_all, inspect, probe};
 
 const SIZE: u64 = 8 << 20;
 
@@ -309,6 +309,33 @@ fn check_finds_what_is_damaged_and_repair_drops_it() {
     assert_eq!((report.blocks, report.corrupt), (4, 0));
     let (_, recovered) = NvmeTier::open(options(dir.path())).unwrap();
     assert!(recovered.iter().all(|r| r.id != id(2)));
+}
+
+#[test]
+fn repair_tells_blocks_of_one_generation_on_two_paths_apart() {
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let slots: Vec<_> = dirs
+        .iter()
+        .zip([1, 2])
+        .map(|(dir, n)| {
+            let (tier, _) = NvmeTier::open(options(dir.path())).unwrap();
+            let slot = put(&tier, id(n), 9000);
+            tier.close(None).unwrap();
+            slot
+        })
+        .collect();
+    assert_eq!(slots[0].generation, slots[1].generation);
+    let data_area = SIZE - inspect(dirs[0].path()).unwrap().data_bytes;
+    let file = OpenOptions::new().write(true).open(data(dirs[0].path()));
+    file.unwrap()
+        .write_all_at(b"oops", data_area + u64::from(slots[0].start) * 4096)
+        .unwrap();
+    let paths = dirs.each_ref().map(|dir| dir.path().to_owned());
+    let reports = check_all(&paths, true).unwrap();
+    let repaired: Vec<u64> = reports.iter().map(|report| report.repaired).collect();
+    assert_eq!(repaired, [1, 0]);
+    let left = |path: &Path| check(path, false).unwrap().blocks;
+    assert_eq!((left(&paths[0]), left(&paths[1])), (0, 1));
 }
 
 #[test]
