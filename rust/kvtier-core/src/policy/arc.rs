@@ -12,7 +12,7 @@ const OFTEN: u8 = 1;
 /// room to the side that lost it.
 #[derive(Debug, Default)]
 pub struct Arc {
-    queue: Queue<(u8, u64)>,
+    queue: Queue<u8>,
     fingerprints: Vec<u64>,
     /// Blocks here that were used once.
     once: usize,
@@ -22,19 +22,17 @@ pub struct Arc {
     target: f64,
     /// The most blocks there ever were: what the tier holds.
     capacity: usize,
-    clock: u64,
     /// The block that is about to arrive was here and was used often.
     returning: bool,
 }
 
 impl Arc {
     fn place(&mut self, block: Handle, list: u8) {
-        self.clock += 1;
-        if self.queue.key(block).is_some_and(|(list, _)| list == ONCE) {
+        if self.queue.rank(block) == Some(ONCE) {
             self.once -= 1;
         }
         self.once += usize::from(list == ONCE);
-        self.queue.set(block, (list, self.clock));
+        self.queue.put(block, list);
     }
 }
 
@@ -67,13 +65,13 @@ impl Policy for Arc {
     }
 
     fn on_hit(&mut self, block: Handle) {
-        if self.queue.key(block).is_some() {
+        if self.queue.rank(block).is_some() {
             self.place(block, OFTEN);
         }
     }
 
     fn on_remove(&mut self, block: Handle) {
-        let Some((list, _)) = self.queue.remove(block) else {
+        let Some(list) = self.queue.remove(block) else {
             return;
         };
         let fingerprint = self.fingerprints[block as usize];

@@ -8,20 +8,17 @@ use crate::index::grow;
 /// been so for longest.
 #[derive(Debug, Default)]
 pub struct Lfu {
-    queue: Queue<(u32, u64)>,
-    clock: u64,
+    queue: Queue<u32>,
 }
 
 impl Policy for Lfu {
     fn on_insert(&mut self, block: Handle, _meta: &Meta) {
-        self.clock += 1;
-        self.queue.set(block, (1, self.clock));
+        self.queue.put(block, 1);
     }
 
     fn on_hit(&mut self, block: Handle) {
-        if let Some((uses, _)) = self.queue.key(block) {
-            self.clock += 1;
-            self.queue.set(block, (uses.saturating_add(1), self.clock));
+        if let Some(uses) = self.queue.rank(block) {
+            self.queue.put(block, uses.saturating_add(1));
         }
     }
 
@@ -46,9 +43,8 @@ struct Weight {
 /// priority of whatever left last.
 #[derive(Debug, Default)]
 pub struct Gdsf {
-    queue: Queue<(u64, u64)>,
+    queue: Queue<u64>,
     weights: Vec<Weight>,
-    clock: u64,
     age: f64,
 }
 
@@ -56,9 +52,8 @@ impl Gdsf {
     fn place(&mut self, block: Handle) {
         let weight = self.weights[block as usize];
         let priority = self.age + f64::from(weight.uses) / f64::from(weight.pages.max(1));
-        self.clock += 1;
         // Positive floats order as their bits do.
-        self.queue.set(block, (priority.to_bits(), self.clock));
+        self.queue.put(block, priority.to_bits());
     }
 }
 
@@ -73,7 +68,7 @@ impl Policy for Gdsf {
     }
 
     fn on_hit(&mut self, block: Handle) {
-        if self.queue.key(block).is_some() {
+        if self.queue.rank(block).is_some() {
             let uses = &mut self.weights[block as usize].uses;
             *uses = uses.saturating_add(1);
             self.place(block);
@@ -86,7 +81,7 @@ impl Policy for Gdsf {
 
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
         let block = self.queue.first(eligible)?;
-        let (priority, _) = self.queue.key(block)?;
+        let priority = self.queue.rank(block)?;
         self.age = self.age.max(f64::from_bits(priority));
         Some(block)
     }

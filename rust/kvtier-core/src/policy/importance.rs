@@ -40,13 +40,12 @@ struct Weight {
 /// leave. Blocks without a score count as the mean of those that have one.
 #[derive(Debug, Default)]
 pub struct Importance {
-    queue: Queue<(u64, u64)>,
+    queue: Queue<u64>,
     weights: Vec<Weight>,
     cost: Cost,
     scores: f64,
     scored: f64,
     age: f64,
-    clock: u64,
 }
 
 impl Importance {
@@ -71,10 +70,8 @@ impl Importance {
         };
         let seconds = self.cost.base + self.cost.slope * weight.depth as f32;
         let value = mass * f64::from(seconds) / f64::from(weight.pages.max(1));
-        self.clock += 1;
         // Positive floats order as their bits do.
-        self.queue
-            .set(block, ((self.age + value).to_bits(), self.clock));
+        self.queue.put(block, (self.age + value).to_bits());
     }
 
     fn count(&mut self, score: f32, sign: f64) {
@@ -99,7 +96,7 @@ impl Policy for Importance {
     }
 
     fn on_hit(&mut self, block: Handle) {
-        if self.queue.key(block).is_some() {
+        if self.queue.rank(block).is_some() {
             self.place(block);
         }
     }
@@ -111,7 +108,7 @@ impl Policy for Importance {
     }
 
     fn set_importance(&mut self, block: Handle, score: f32) {
-        if self.queue.key(block).is_some() {
+        if self.queue.rank(block).is_some() {
             let before = std::mem::replace(&mut self.weights[block as usize].score, score);
             self.count(before, -1.0);
             self.count(score, 1.0);
@@ -121,7 +118,7 @@ impl Policy for Importance {
 
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
         let block = self.queue.first(eligible)?;
-        let (priority, _) = self.queue.key(block)?;
+        let priority = self.queue.rank(block)?;
         self.age = self.age.max(f64::from_bits(priority));
         Some(block)
     }

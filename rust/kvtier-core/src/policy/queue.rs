@@ -1,4 +1,4 @@
-//! Blocks in the order of a key, without those that are held back.
+//! Blocks by rank, then by when they got it, without those that are held back.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -8,8 +8,12 @@ use crate::index::grow;
 /// How many blocks that may not leave one search passes, or asks again.
 const PATIENCE: usize = 1024;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A block's rank, and when it got it: the smallest key leaves first.
+pub type Key<R> = (R, u64);
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum State {
+    #[default]
     Absent,
     /// In the tree: it can be named.
     Ready,
@@ -19,42 +23,32 @@ enum State {
     Passed,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Place<K> {
-    key: K,
+#[derive(Clone, Copy, Debug, Default)]
+struct Place<R> {
+    key: Key<R>,
     state: State,
     /// It has an entry among those set aside, perhaps a stale one.
     queued: bool,
 }
 
-/// A block's key says when it leaves: the smallest first.
+/// Blocks of the lowest rank leave first; of one rank, the one that has had it for longest.
 ///
 /// Blocks that a search must pass are set aside, keep their key, and are asked again a few at a
 /// time: whatever is pinned, a search looks at a bounded number of blocks.
-#[derive(Debug)]
-pub struct Queue<K> {
-    places: Vec<Place<K>>,
-    ready: BTreeSet<(K, Handle)>,
+#[derive(Debug, Default)]
+pub struct Queue<R = ()> {
+    places: Vec<Place<R>>,
+    ready: BTreeSet<(Key<R>, Handle)>,
     passed: VecDeque<Handle>,
     len: usize,
+    clock: u64,
 }
 
-impl<K: Copy + Ord + Default> Default for Queue<K> {
-    fn default() -> Self {
-        Queue {
-            places: Vec::new(),
-            ready: BTreeSet::new(),
-            passed: VecDeque::new(),
-            len: 0,
-        }
-    }
-}
-
-impl<K: Copy + Ord + Default> Queue<K> {
-    /// The key of a block that is here.
-    pub fn key(&self, block: Handle) -> Option<K> {
+impl<R: Copy + Ord + Default> Queue<R> {
+    /// The rank of a block that is here.
+    pub fn rank(&self, block: Handle) -> Option<R> {
         let place = self.places.get(block as usize)?;
-        (place.state != State::Absent).then_some(place.key)
+        (place.state != State::Absent).then_some(place.key.0)
     }
 
     /// Blocks here.
@@ -62,14 +56,11 @@ impl<K: Copy + Ord + Default> Queue<K> {
         self.len
     }
 
-    /// Puts a block here, or gives it another key.
-    pub fn set(&mut self, block: Handle, key: K) {
-        let absent = Place {
-            key: K::default(),
-            state: State::Absent,
-            queued: false,
-        };
-        grow(&mut self.places, block as usize, absent);
+    /// Puts a block here, or moves it: behind all others of its rank.
+    pub fn put(&mut self, block: Handle, rank: R) {
+        self.clock += 1;
+        let key = (rank, self.clock);
+        grow(&mut self.places, block as usize, Place::default());
         let place = &mut self.places[block as usize];
         let before = std::mem::replace(&mut place.key, key);
         match place.state {
@@ -84,8 +75,15 @@ impl<K: Copy + Ord + Default> Queue<K> {
         self.ready.insert((key, block));
     }
 
-    /// Takes a block out. Returns the key it had.
-    pub fn remove(&mut self, block: Handle) -> Option<K> {
+    /// Moves a block that is here behind all others of its rank.
+    pub fn renew(&mut self, block: Handle) {
+        if let Some(rank) = self.rank(block) {
+            self.put(block, rank);
+        }
+    }
+
+    /// Takes a block out. Returns the rank it had.
+    pub fn remove(&mut self, block: Handle) -> Option<R> {
         let place = self.places.get_mut(block as usize)?;
         let key = place.key;
         match std::mem::replace(&mut place.state, State::Absent) {
@@ -96,7 +94,7 @@ impl<K: Copy + Ord + Default> Queue<K> {
             State::Held | State::Passed => {}
         }
         self.len -= 1;
-        Some(key)
+        Some(key.0)
     }
 
     /// Holds a block back from now on, or lets it be named again, in its old place.
@@ -120,16 +118,16 @@ impl<K: Copy + Ord + Default> Queue<K> {
     }
 
     /// The first block with a key of at least `from`, and its key.
-    pub fn first_from(&self, from: K) -> Option<(K, Handle)> {
+    pub fn first_from(&self, from: Key<R>) -> Option<(Key<R>, Handle)> {
         self.ready.range((from, 0)..).next().copied()
     }
 
     /// The first eligible block with a key of at least `from`. Those before it are set aside.
     pub fn find(
         &mut self,
-        from: K,
+        from: Key<R>,
         eligible: &mut dyn FnMut(Handle) -> bool,
-    ) -> Option<(K, Handle)> {
+    ) -> Option<(Key<R>, Handle)> {
         for _ in 0..PATIENCE {
             let (key, block) = self.first_from(from)?;
             if eligible(block) {
@@ -166,16 +164,16 @@ impl<K: Copy + Ord + Default> Queue<K> {
         }
     }
 
-    /// The first eligible block: all there is to a policy whose keys say everything.
+    /// The first eligible block: all there is to a policy whose ranks say everything.
     pub fn first(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
         self.ask_again(eligible);
-        self.find(K::default(), eligible).map(|(_, block)| block)
+        self.find(Key::default(), eligible).map(|(_, block)| block)
     }
 
     /// Bytes kept in memory; a B-tree's nodes are about two thirds full.
     pub fn memory_bytes(&self) -> usize {
-        self.places.capacity() * size_of::<Place<K>>()
-            + self.ready.len() * size_of::<(K, Handle)>() * 3 / 2
+        self.places.capacity() * size_of::<Place<R>>()
+            + self.ready.len() * size_of::<(Key<R>, Handle)>() * 3 / 2
             + self.passed.capacity() * size_of::<Handle>()
     }
 }

@@ -6,14 +6,12 @@ use super::{Handle, Meta, Policy, forward_to_queue};
 /// First in, first out.
 #[derive(Debug, Default)]
 pub struct Fifo {
-    queue: Queue<u64>,
-    clock: u64,
+    queue: Queue,
 }
 
 impl Policy for Fifo {
     fn on_insert(&mut self, block: Handle, _meta: &Meta) {
-        self.clock += 1;
-        self.queue.set(block, self.clock);
+        self.queue.put(block, ());
     }
 
     fn on_hit(&mut self, _block: Handle) {}
@@ -23,10 +21,7 @@ impl Policy for Fifo {
     }
 
     fn defer(&mut self, block: Handle) {
-        if self.queue.key(block).is_some() {
-            self.clock += 1;
-            self.queue.set(block, self.clock);
-        }
+        self.queue.renew(block);
     }
 
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
@@ -39,21 +34,16 @@ impl Policy for Fifo {
 /// The block that was used longest ago leaves first.
 #[derive(Debug, Default)]
 pub struct Lru {
-    queue: Queue<u64>,
-    clock: u64,
+    queue: Queue,
 }
 
 impl Policy for Lru {
     fn on_insert(&mut self, block: Handle, _meta: &Meta) {
-        self.clock += 1;
-        self.queue.set(block, self.clock);
+        self.queue.put(block, ());
     }
 
     fn on_hit(&mut self, block: Handle) {
-        if self.queue.key(block).is_some() {
-            self.clock += 1;
-            self.queue.set(block, self.clock);
-        }
+        self.queue.renew(block);
     }
 
     fn on_remove(&mut self, block: Handle) {
@@ -71,23 +61,15 @@ impl Policy for Lru {
 /// to the back once.
 #[derive(Debug, Default)]
 pub struct Clock {
-    queue: Queue<u64>,
+    queue: Queue,
     used: Vec<bool>,
-    clock: u64,
-}
-
-impl Clock {
-    fn put_last(&mut self, block: Handle) {
-        self.clock += 1;
-        self.queue.set(block, self.clock);
-    }
 }
 
 impl Policy for Clock {
     fn on_insert(&mut self, block: Handle, _meta: &Meta) {
         crate::index::grow(&mut self.used, block as usize, false);
         self.used[block as usize] = false;
-        self.put_last(block);
+        self.queue.put(block, ());
     }
 
     fn on_hit(&mut self, block: Handle) {
@@ -101,19 +83,17 @@ impl Policy for Clock {
     }
 
     fn defer(&mut self, block: Handle) {
-        if self.queue.key(block).is_some() {
-            self.put_last(block);
-        }
+        self.queue.renew(block);
     }
 
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
         self.queue.ask_again(eligible);
         loop {
-            let (_, block) = self.queue.find(0, eligible)?;
+            let (_, block) = self.queue.find(((), 0), eligible)?;
             if !std::mem::take(&mut self.used[block as usize]) {
                 return Some(block);
             }
-            self.put_last(block);
+            self.queue.put(block, ());
         }
     }
 
@@ -124,9 +104,8 @@ impl Policy for Clock {
 /// first that was not used since it last came by; nothing else moves.
 #[derive(Debug, Default)]
 pub struct Sieve {
-    queue: Queue<u64>,
+    queue: Queue,
     used: Vec<bool>,
-    clock: u64,
     hand: u64,
 }
 
@@ -134,8 +113,7 @@ impl Policy for Sieve {
     fn on_insert(&mut self, block: Handle, _meta: &Meta) {
         crate::index::grow(&mut self.used, block as usize, false);
         self.used[block as usize] = false;
-        self.clock += 1;
-        self.queue.set(block, self.clock);
+        self.queue.put(block, ());
     }
 
     fn on_hit(&mut self, block: Handle) {
@@ -152,16 +130,16 @@ impl Policy for Sieve {
         self.queue.ask_again(eligible);
         // Twice round at most: the first time clears every mark.
         for _ in 0..=2 * self.queue.len() + 1 {
-            let Some((key, block)) = self.queue.find(self.hand, eligible) else {
+            let Some((((), time), block)) = self.queue.find(((), self.hand), eligible) else {
                 if self.hand == 0 {
                     return None;
                 }
                 self.hand = 0;
                 continue;
             };
-            self.hand = key + 1;
+            self.hand = time + 1;
             if !std::mem::take(&mut self.used[block as usize]) {
-                if self.queue.first_from(self.hand).is_none() {
+                if self.queue.first_from(((), self.hand)).is_none() {
                     self.hand = 0; // from the newest the hand goes to the oldest
                 }
                 return Some(block);

@@ -20,14 +20,13 @@ struct Node {
 /// the others leave early and are remembered, and enter the main queue if they come back.
 #[derive(Debug)]
 pub struct S3Fifo {
-    queue: Queue<(u8, u64)>,
+    queue: Queue<u8>,
     nodes: Vec<Node>,
     small_pages: u64,
     small_limit: u64,
     ghosts: Ghosts,
     /// The most blocks there ever were: what the tier holds.
     most: usize,
-    clock: u64,
 }
 
 impl S3Fifo {
@@ -40,22 +39,20 @@ impl S3Fifo {
             small_limit: pages / 10,
             ghosts: Ghosts::default(),
             most: 0,
-            clock: 0,
         }
     }
 
     /// The newest place of a queue, for a block that is in none or leaves its own.
     fn push(&mut self, list: u8, block: Handle) {
-        self.leave(self.queue.key(block), block);
+        self.leave(self.queue.rank(block), block);
         if list == SMALL {
             self.small_pages += u64::from(self.nodes[block as usize].pages);
         }
-        self.clock += 1;
-        self.queue.set(block, (list, self.clock));
+        self.queue.put(block, list);
     }
 
-    fn leave(&mut self, key: Option<(u8, u64)>, block: Handle) {
-        if key.is_some_and(|(list, _)| list == SMALL) {
+    fn leave(&mut self, list: Option<u8>, block: Handle) {
+        if list == Some(SMALL) {
             self.small_pages -= u64::from(self.nodes[block as usize].pages);
         }
     }
@@ -95,16 +92,16 @@ impl Policy for S3Fifo {
     }
 
     fn on_hit(&mut self, block: Handle) {
-        if self.queue.key(block).is_some() {
+        if self.queue.rank(block).is_some() {
             let frequency = &mut self.nodes[block as usize].frequency;
             *frequency = (*frequency + 1).min(MAX_FREQUENCY);
         }
     }
 
     fn on_remove(&mut self, block: Handle) {
-        let key = self.queue.remove(block);
-        self.leave(key, block);
-        if key.is_some_and(|(list, _)| list == SMALL) {
+        let list = self.queue.remove(block);
+        self.leave(list, block);
+        if list == Some(SMALL) {
             self.ghosts.insert(self.nodes[block as usize].fingerprint);
             // As many as the main queue may have blocks, as in the paper.
             self.ghosts.limit((self.most - self.most / 10).max(16));
@@ -112,9 +109,7 @@ impl Policy for S3Fifo {
     }
 
     fn defer(&mut self, block: Handle) {
-        if let Some((list, _)) = self.queue.key(block) {
-            self.push(list, block);
-        }
+        self.queue.renew(block);
     }
 
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {

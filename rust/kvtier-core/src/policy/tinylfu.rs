@@ -68,13 +68,12 @@ impl Sketch {
 /// more often, here or before, than the next victim of the main part, a segmented LRU.
 #[derive(Debug)]
 pub struct WTinyLfu {
-    queue: Queue<(u8, u64)>,
+    queue: Queue<u8>,
     nodes: Vec<Node>,
     pages: [u64; 3],
     window_limit: u64,
     protected_limit: u64,
     sketch: Sketch,
-    clock: u64,
 }
 
 impl WTinyLfu {
@@ -88,18 +87,16 @@ impl WTinyLfu {
             window_limit,
             protected_limit: (pages - window_limit.min(pages)) * 4 / 5,
             sketch: Sketch::new(pages),
-            clock: 0,
         }
     }
 
     fn push(&mut self, list: u8, block: Handle) {
         let pages = u64::from(self.nodes[block as usize].pages);
-        if let Some((before, _)) = self.queue.key(block) {
+        if let Some(before) = self.queue.rank(block) {
             self.pages[before as usize] -= pages;
         }
         self.pages[list as usize] += pages;
-        self.clock += 1;
-        self.queue.set(block, (list, self.clock));
+        self.queue.put(block, list);
     }
 
     fn oldest(&self, list: u8) -> Option<Handle> {
@@ -130,7 +127,7 @@ impl Policy for WTinyLfu {
     }
 
     fn on_hit(&mut self, block: Handle) {
-        let Some((list, _)) = self.queue.key(block) else {
+        let Some(list) = self.queue.rank(block) else {
             return;
         };
         self.sketch.add(self.nodes[block as usize].fingerprint);
@@ -143,15 +140,13 @@ impl Policy for WTinyLfu {
     }
 
     fn on_remove(&mut self, block: Handle) {
-        if let Some((list, _)) = self.queue.remove(block) {
+        if let Some(list) = self.queue.remove(block) {
             self.pages[list as usize] -= u64::from(self.nodes[block as usize].pages);
         }
     }
 
     fn defer(&mut self, block: Handle) {
-        if let Some((list, _)) = self.queue.key(block) {
-            self.push(list, block);
-        }
+        self.queue.renew(block);
     }
 
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
