@@ -1,5 +1,6 @@
 //! LFU and GDSF: how often a block was used.
 
+use super::age::Age;
 use super::queue::Queue;
 use super::{Handle, Meta, Policy, forward_to_queue};
 use crate::index::grow;
@@ -39,21 +40,19 @@ struct Weight {
     pages: u32,
 }
 
-/// Greedy-Dual-Size-Frequency (Cherkasova, 1998): uses per page, plus an age that rises to the
-/// priority of whatever left last.
+/// Greedy-Dual-Size-Frequency (Cherkasova, 1998): uses per page, on top of an [`Age`].
 #[derive(Debug, Default)]
 pub struct Gdsf {
     queue: Queue<u64>,
     weights: Vec<Weight>,
-    age: f64,
+    age: Age,
 }
 
 impl Gdsf {
     fn place(&mut self, block: Handle) {
         let weight = self.weights[block as usize];
-        let priority = self.age + f64::from(weight.uses) / f64::from(weight.pages.max(1));
-        // Positive floats order as their bits do.
-        self.queue.put(block, priority.to_bits());
+        let value = f64::from(weight.uses) / f64::from(weight.pages.max(1));
+        self.age.place(&mut self.queue, block, value);
     }
 }
 
@@ -80,10 +79,7 @@ impl Policy for Gdsf {
     }
 
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
-        let block = self.queue.first(eligible)?;
-        let priority = self.queue.rank(block)?;
-        self.age = self.age.max(f64::from_bits(priority));
-        Some(block)
+        self.age.victim(&mut self.queue, eligible)
     }
 
     forward_to_queue!(|me| me.weights.capacity() * size_of::<Weight>());

@@ -1,5 +1,6 @@
 //! `importance`: what a block is attended to, and what it would cost to compute it again.
 
+use super::age::Age;
 use super::queue::Queue;
 use super::{Handle, Meta, Policy, forward_to_queue};
 use crate::index::grow;
@@ -35,9 +36,8 @@ struct Weight {
 
 /// Attention mass × recency × seconds to compute the block again, per page.
 ///
-/// Recency is Greedy-Dual's (Cao and Irani, 1997): at each use a block's priority is its value on
-/// top of the priority at which blocks leave now, so value buys time, and time passes as others
-/// leave. Blocks without a score count as the mean of those that have one.
+/// Recency is Greedy-Dual's: at each use a block gets its value on top of an [`Age`]. Blocks without
+/// a score count as the mean of those that have one.
 #[derive(Debug, Default)]
 pub struct Importance {
     queue: Queue<u64>,
@@ -45,7 +45,7 @@ pub struct Importance {
     cost: Cost,
     scores: f64,
     scored: f64,
-    age: f64,
+    age: Age,
 }
 
 impl Importance {
@@ -70,8 +70,7 @@ impl Importance {
         };
         let seconds = self.cost.base + self.cost.slope * weight.depth as f32;
         let value = mass * f64::from(seconds) / f64::from(weight.pages.max(1));
-        // Positive floats order as their bits do.
-        self.queue.put(block, (self.age + value).to_bits());
+        self.age.place(&mut self.queue, block, value);
     }
 
     fn count(&mut self, score: f32, sign: f64) {
@@ -117,10 +116,7 @@ impl Policy for Importance {
     }
 
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
-        let block = self.queue.first(eligible)?;
-        let priority = self.queue.rank(block)?;
-        self.age = self.age.max(f64::from_bits(priority));
-        Some(block)
+        self.age.victim(&mut self.queue, eligible)
     }
 
     forward_to_queue!(|me| me.weights.capacity() * size_of::<Weight>());

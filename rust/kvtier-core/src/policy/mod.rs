@@ -3,6 +3,7 @@
 //! A policy orders the blocks of one tier. It is told of insertions, hits and removals, and names
 //! victims; it never acts. The store and the trace replayer drive the same code.
 
+mod age;
 mod arc;
 mod auto;
 mod frequency;
