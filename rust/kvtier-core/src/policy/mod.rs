@@ -147,6 +147,15 @@ const ALWAYS_IN_CHAINS: [&str; 2] = ["auto", "importance"];
 
 /// The policy of that name, for a tier of `pages` pages.
 pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
+    build(name, pages, keeps_chains(name))
+}
+
+/// As [`by_name`], in chain order whether or not the name says so: what a store uses.
+pub fn in_chains(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
+    build(name, pages, true)
+}
+
+fn build(name: &str, pages: u64, leaf: bool) -> Result<Box<dyn Policy>> {
     fn either<P: Policy + 'static>(policy: P, leaf: bool) -> Box<dyn Policy> {
         if leaf {
             Box::new(Leaf::new(policy))
@@ -154,9 +163,9 @@ pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
             Box::new(policy)
         }
     }
-    let (base, leaf) = match name.strip_suffix("-leaf") {
-        Some(base) if !ALWAYS_IN_CHAINS.contains(&base) => (base, true),
-        _ => (name, keeps_chains(name)),
+    let base = match name.strip_suffix("-leaf") {
+        Some(base) if !ALWAYS_IN_CHAINS.contains(&base) => base,
+        _ => name,
     };
     Ok(match base {
         "fifo" => either(Fifo::default(), leaf),
@@ -180,14 +189,6 @@ pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
             ));
         }
     })
-}
-
-/// As [`by_name`], in chain order whether or not the name says so: what a store uses.
-pub fn in_chains(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
-    match by_name(name, pages) {
-        Ok(_) if !keeps_chains(name) => by_name(&format!("{name}-leaf"), pages),
-        policy => policy,
-    }
 }
 
 /// Does the policy of that name let a block leave only after its children?
