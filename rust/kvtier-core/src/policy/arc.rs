@@ -38,7 +38,6 @@ impl Arc {
 
 impl Policy for Arc {
     fn admit(&mut self, meta: &Meta) -> bool {
-        self.capacity = self.capacity.max(self.queue.len());
         let (once, often) = (self.gone_once.len() as f64, self.gone_often.len() as f64);
         self.returning = false;
         if self.gone_once.contains(meta.fingerprint) {
