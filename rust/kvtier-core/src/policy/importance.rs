@@ -5,27 +5,11 @@ use super::queue::Queue;
 use super::{Handle, Meta, Policy, forward_to_queue};
 use crate::index::grow;
 
-/// Seconds to compute a block again at a depth of so many blocks, per second to load it from where
-/// it would go: `base + slope * depth`. Only the ratio of the two matters to an order.
-#[derive(Clone, Copy, Debug)]
-pub struct Cost {
-    /// Of the first block of a chain: its own linear layers.
-    pub base: f32,
-    /// For each block before it: attention makes late blocks dearer.
-    pub slope: f32,
-}
-
-impl Default for Cost {
-    /// An 8-billion-parameter model with blocks of 512 tokens: attention to the preceding tokens
-    /// costs as much as everything else at about 60 blocks (2·n_active = 4·layers·hidden·context
-    /// FLOPs a token, with 32 layers of 4,096).
-    fn default() -> Self {
-        Cost {
-            base: 1.0,
-            slope: 1.0 / 60.0,
-        }
-    }
-}
+/// What each block before it adds to the time of computing a block, whose linear layers take 1: only
+/// the ratio matters to an order. Of an 8-billion-parameter model with blocks of 512 tokens:
+/// attention to the preceding tokens costs as much as everything else at about 60 blocks
+/// (2·n_active = 4·layers·hidden·context FLOPs a token, with 32 layers of 4,096).
+const SLOPE: f32 = 1.0 / 60.0;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Weight {
@@ -42,21 +26,12 @@ struct Weight {
 pub struct Importance {
     queue: Queue<u64>,
     weights: Vec<Weight>,
-    cost: Cost,
     scores: f64,
     scored: f64,
     age: Age,
 }
 
 impl Importance {
-    /// With another cost of computing blocks again.
-    pub fn new(cost: Cost) -> Self {
-        Importance {
-            cost,
-            ..Importance::default()
-        }
-    }
-
     fn place(&mut self, block: Handle) {
         let weight = self.weights[block as usize];
         let mean = if self.scored > 0.0 {
@@ -68,7 +43,7 @@ impl Importance {
             score if score > 0.0 => score / mean,
             _ => 1.0,
         };
-        let seconds = self.cost.base + self.cost.slope * weight.depth as f32;
+        let seconds = 1.0 + SLOPE * weight.depth as f32;
         let value = mass * f64::from(seconds) / f64::from(weight.pages.max(1));
         self.age.place(&mut self.queue, block, value);
     }

@@ -19,7 +19,7 @@ mod tinylfu;
 pub use arc::Arc;
 pub use auto::Auto;
 pub use frequency::{Gdsf, Lfu};
-pub use importance::{Cost, Importance};
+pub use importance::Importance;
 pub use leaf::Leaf;
 pub use recency::{Clock, Fifo, Lru, Sieve};
 pub use s3fifo::S3Fifo;
