@@ -12,6 +12,6 @@ pub mod frame;
 pub mod image;
 pub mod many;
 pub mod planes;
-pub mod quant;
+mod quant;
 pub mod simd;
 pub mod zstd;

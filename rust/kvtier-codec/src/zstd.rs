@@ -3,10 +3,10 @@
 use std::cell::RefCell;
 
 use zstd_safe::zstd_sys::ZSTD_EndDirective as End;
-use zstd_safe::{CCtx, CParameter, DCtx, InBuffer, OutBuffer, ResetDirective, SafeResult};
+use zstd_safe::{CCtx, CParameter, DCtx, InBuffer, OutBuffer, ResetDirective};
 
 /// The fastest level; higher ones are slower here and save no more.
-pub const LEVEL: i32 = 1;
+const LEVEL: i32 = 1;
 
 thread_local! {
     static COMPRESSOR: RefCell<Option<CCtx<'static>>> = const { RefCell::new(None) };
@@ -47,13 +47,13 @@ fn run(
     lens: &[usize],
     dst: &mut [u8],
 ) -> Result<Option<usize>, usize> {
-    done(context.reset(ResetDirective::SessionAndParameters))?;
-    done(context.set_parameter(CParameter::CompressionLevel(LEVEL)))?;
+    context.reset(ResetDirective::SessionAndParameters)?;
+    context.set_parameter(CParameter::CompressionLevel(LEVEL))?;
     if kind == Kind::Numbers {
-        done(context.set_parameter(CParameter::MinMatch(7)))?;
-        done(context.set_parameter(CParameter::HashLog(6)))?;
+        context.set_parameter(CParameter::MinMatch(7))?;
+        context.set_parameter(CParameter::HashLog(6))?;
     }
-    done(context.set_pledged_src_size(Some(src.len() as u64)))?;
+    context.set_pledged_src_size(Some(src.len() as u64))?;
     let capacity = dst.len();
     let mut out = OutBuffer::around(dst);
     let mut rest = src;
@@ -77,10 +77,6 @@ fn run(
         }
     }
     Ok(Some(out.pos()))
-}
-
-fn done(result: SafeResult) -> Result<(), usize> {
-    result.map(|_| ())
 }
 
 /// Decompresses a frame that holds exactly as many bytes as `dst`; false if it does not.
