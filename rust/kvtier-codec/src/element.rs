@@ -38,73 +38,40 @@ pub(crate) trait Element {
     }
 }
 
-pub(crate) struct Bf16;
-pub(crate) struct Fp16;
-pub(crate) struct Fp32;
+macro_rules! element {
+    ($(#[$doc:meta])* $name:ident: $bits:ty, $max:expr, $widen:path, $narrow:path) => {
+        $(#[$doc])*
+        pub(crate) struct $name;
 
-impl Element for Bf16 {
-    const SIZE: usize = 2;
-    const MAX: f32 = f32::MAX;
+        impl Element for $name {
+            const SIZE: usize = size_of::<$bits>();
+            const MAX: f32 = $max;
 
-    #[inline(always)]
-    fn widen<const W: usize>(src: &[u8]) -> [f32; W] {
-        let mut tile = [0.0; W];
-        for (x, &bytes) in tile.iter_mut().zip(src.as_chunks::<2>().0) {
-            *x = from_bf16(u16::from_le_bytes(bytes));
+            #[inline(always)]
+            fn widen<const W: usize>(src: &[u8]) -> [f32; W] {
+                let mut tile = [0.0; W];
+                for (x, &bytes) in tile.iter_mut().zip(src.as_chunks::<{ Self::SIZE }>().0) {
+                    *x = $widen(<$bits>::from_le_bytes(bytes));
+                }
+                tile
+            }
+
+            #[inline(always)]
+            fn narrow<const W: usize>(tile: &[f32; W], dst: &mut [u8]) {
+                for (&x, bytes) in tile.iter().zip(dst.as_chunks_mut::<{ Self::SIZE }>().0) {
+                    *bytes = $narrow(x).to_le_bytes();
+                }
+            }
         }
-        tile
-    }
-
-    #[inline(always)]
-    fn narrow<const W: usize>(tile: &[f32; W], dst: &mut [u8]) {
-        for (&x, bytes) in tile.iter().zip(dst.as_chunks_mut::<2>().0) {
-            *bytes = to_bf16(x).to_le_bytes();
-        }
-    }
+    };
 }
 
-impl Element for Fp16 {
-    const SIZE: usize = 2;
-    const MAX: f32 = F16_MAX;
-
+element!(Bf16: u16, f32::MAX, from_bf16, to_bf16);
+element!(
     /// Infinities become large numbers: whoever cares looks at the range, which they exceed.
-    #[inline(always)]
-    fn widen<const W: usize>(src: &[u8]) -> [f32; W] {
-        let mut tile = [0.0; W];
-        for (x, &bytes) in tile.iter_mut().zip(src.as_chunks::<2>().0) {
-            *x = from_f16(u16::from_le_bytes(bytes));
-        }
-        tile
-    }
-
-    #[inline(always)]
-    fn narrow<const W: usize>(tile: &[f32; W], dst: &mut [u8]) {
-        for (&x, bytes) in tile.iter().zip(dst.as_chunks_mut::<2>().0) {
-            *bytes = to_f16(x).to_le_bytes();
-        }
-    }
-}
-
-impl Element for Fp32 {
-    const SIZE: usize = 4;
-    const MAX: f32 = f32::MAX;
-
-    #[inline(always)]
-    fn widen<const W: usize>(src: &[u8]) -> [f32; W] {
-        let mut tile = [0.0; W];
-        for (x, &bytes) in tile.iter_mut().zip(src.as_chunks::<4>().0) {
-            *x = f32::from_le_bytes(bytes);
-        }
-        tile
-    }
-
-    #[inline(always)]
-    fn narrow<const W: usize>(tile: &[f32; W], dst: &mut [u8]) {
-        for (&x, bytes) in tile.iter().zip(dst.as_chunks_mut::<4>().0) {
-            *bytes = x.to_le_bytes();
-        }
-    }
-}
+    Fp16: u16, F16_MAX, from_f16, to_f16
+);
+element!(Fp32: u32, f32::MAX, f32::from_bits, f32::to_bits);
 
 /// The bits of a number as an integer of the same order; it is its own inverse.
 #[inline(always)]

@@ -5,12 +5,8 @@
 /// the integer in the low bits.
 pub const ROUND: f32 = 12_582_912.0;
 
-/// The largest finite half, e4m3fn and e5m2.
+/// The largest finite half.
 pub const F16_MAX: f32 = 65_504.0;
-/// See [`F16_MAX`].
-pub const E4M3_MAX: f32 = 448.0;
-/// See [`F16_MAX`].
-pub const E5M2_MAX: f32 = 57_344.0;
 
 const SIGN: u32 = 1 << 31;
 
@@ -127,19 +123,25 @@ pub struct E4m3;
 #[derive(Clone, Copy)]
 pub struct E5m2;
 
+/// See [`Fp8::encode`].
+#[inline(always)]
+fn encode<const M: u32, const BIAS: u32>(x: f32, most: f32, nan: u32) -> u8 {
+    let all = x.to_bits() & !SIGN;
+    let magnitude = narrow::<M, BIAS>(all.min(most.to_bits()));
+    let magnitude = if all > f32::INFINITY.to_bits() {
+        nan
+    } else {
+        magnitude
+    };
+    (magnitude | (x.to_bits() & SIGN) >> 24) as u8
+}
+
 impl Fp8 for E4m3 {
-    const MAX: f32 = E4M3_MAX;
+    const MAX: f32 = 448.0;
 
     #[inline(always)]
     fn encode(x: f32) -> u8 {
-        let all = x.to_bits() & !SIGN;
-        let magnitude = narrow::<3, 7>(all.min(E4M3_MAX.to_bits()));
-        let magnitude = if all > f32::INFINITY.to_bits() {
-            0x7f
-        } else {
-            magnitude
-        };
-        (magnitude | (x.to_bits() & SIGN) >> 24) as u8
+        encode::<3, 7>(x, Self::MAX, 0x7f)
     }
 
     #[inline(always)]
@@ -156,18 +158,11 @@ impl Fp8 for E4m3 {
 }
 
 impl Fp8 for E5m2 {
-    const MAX: f32 = E5M2_MAX;
+    const MAX: f32 = 57_344.0;
 
     #[inline(always)]
     fn encode(x: f32) -> u8 {
-        let all = x.to_bits() & !SIGN;
-        let magnitude = narrow::<2, 15>(all.min(E5M2_MAX.to_bits()));
-        let magnitude = if all > f32::INFINITY.to_bits() {
-            0x7e
-        } else {
-            magnitude
-        };
-        (magnitude | (x.to_bits() & SIGN) >> 24) as u8
+        encode::<2, 15>(x, Self::MAX, 0x7e)
     }
 
     #[inline(always)]
