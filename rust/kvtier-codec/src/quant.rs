@@ -156,8 +156,8 @@ fn encode_as<E: Element>(scheme: Scheme, form: &Form, src: &[u8], out: &mut [u8]
         Scheme::Int4Token => encode_tokens::<E, Affine<15>, 32>(scheme, form, src, out),
         Scheme::E4m3 => encode_tokens::<E, Scaled<E4m3>, 64>(scheme, form, src, out),
         Scheme::E5m2 => encode_tokens::<E, Scaled<E5m2>, 64>(scheme, form, src, out),
-        Scheme::Int8Channel => encode_channels::<E, 255, 64>(scheme, form, src, out),
-        Scheme::Int4Channel => encode_channels::<E, 15, 32>(scheme, form, src, out),
+        Scheme::Int8Channel => encode_channels::<E, 8, 64>(scheme, form, src, out),
+        Scheme::Int4Channel => encode_channels::<E, 4, 32>(scheme, form, src, out),
     }
 }
 
@@ -174,8 +174,8 @@ fn decode_as<E: Element>(
         Scheme::Int4Token => decode_tokens::<E, Affine<15>, 32>(scheme, form, parts, tokens, dst),
         Scheme::E4m3 => decode_tokens::<E, Scaled<E4m3>, 64>(scheme, form, parts, tokens, dst),
         Scheme::E5m2 => decode_tokens::<E, Scaled<E5m2>, 64>(scheme, form, parts, tokens, dst),
-        Scheme::Int8Channel => decode_channels::<E, 255, 64>(scheme, form, parts, tokens, dst),
-        Scheme::Int4Channel => decode_channels::<E, 15, 64>(scheme, form, parts, tokens, dst),
+        Scheme::Int8Channel => decode_channels::<E, 8, 64>(scheme, form, parts, tokens, dst),
+        Scheme::Int4Channel => decode_channels::<E, 4, 64>(scheme, form, parts, tokens, dst),
     }
 }
 
@@ -536,16 +536,16 @@ fn decode_tokens<E: Element, Q: Word, const W: usize>(
 }
 
 #[inline(always)]
-fn encode_channels<E: Element, const N: u8, const W: usize>(
+fn encode_channels<E: Element, const BITS: usize, const W: usize>(
     scheme: Scheme,
     form: &Form,
     src: &[u8],
     out: &mut [u8],
 ) -> bool {
-    let bits = scheme.bits();
+    let top = ((1 << BITS) - 1) as u8;
     let (tokens, heads, dim) = (form.tokens as usize, form.heads as usize, form.dim as usize);
     let group = scheme.group(tokens).unwrap_or(1);
-    let (row, numbers) = (heads * dim, packed(dim, bits));
+    let (row, numbers) = (heads * dim, packed(dim, BITS));
     let scales = tokens.div_ceil(group) * row;
     let (scale_low, out) = out.split_at_mut(scales);
     let (scale_high, out) = out.split_at_mut(scales);
@@ -569,7 +569,7 @@ fn encode_channels<E: Element, const N: u8, const W: usize>(
                 for i in 0..W {
                     let (low, high) = range[i].values();
                     least[i] = f16_down(low);
-                    scale[i] = scale_up((high - from_f16(least[i] as u16)) / f32::from(N), 0);
+                    scale[i] = scale_up((high - from_f16(least[i] as u16)) / f32::from(top), 0);
                     fits &= (low.abs() <= F16_MAX) & (high <= E::MAX);
                     fits &= scale[i] <= LARGEST;
                 }
@@ -597,10 +597,10 @@ fn encode_channels<E: Element, const N: u8, const W: usize>(
                     let mut coded = [0; W];
                     for i in 0..W {
                         let number = (tile[i] - base[i]) * inverse[i] + ROUND;
-                        coded[i] = number.to_bits() as u8 & N;
+                        coded[i] = number.to_bits() as u8 & top;
                     }
-                    let to = ((first + t) * heads + head) * numbers + at * bits / 8;
-                    store(&coded, n, bits, &mut out[to..]);
+                    let to = ((first + t) * heads + head) * numbers + at * BITS / 8;
+                    store(&coded, n, BITS, &mut out[to..]);
                 }
             }
         }
@@ -609,17 +609,16 @@ fn encode_channels<E: Element, const N: u8, const W: usize>(
 }
 
 #[inline(always)]
-fn decode_channels<E: Element, const N: u8, const W: usize>(
+fn decode_channels<E: Element, const BITS: usize, const W: usize>(
     scheme: Scheme,
     form: &Form,
     parts: &[u8],
     tokens: Span<usize>,
     dst: &mut [u8],
 ) {
-    let bits = scheme.bits();
     let (all, heads, dim) = (form.tokens as usize, form.heads as usize, form.dim as usize);
     let group = scheme.group(all).unwrap_or(1);
-    let (row, numbers) = (heads * dim, packed(dim, bits));
+    let (row, numbers) = (heads * dim, packed(dim, BITS));
     let scales = all.div_ceil(group) * row;
     let (scale_low, parts) = parts.split_at(scales);
     let (scale_high, parts) = parts.split_at(scales);
@@ -635,8 +634,8 @@ fn decode_channels<E: Element, const N: u8, const W: usize>(
                 let scale = halves::<W>(&scale_low[from..][..n], &scale_high[from..][..n]);
                 let base = halves::<W>(&least_low[from..][..n], &least_high[from..][..n]);
                 for t in start..end {
-                    let from = (t * heads + head) * numbers + at * bits / 8;
-                    let coded = load::<W>(&parts[from..], n, bits);
+                    let from = (t * heads + head) * numbers + at * BITS / 8;
+                    let coded = load::<W>(&parts[from..], n, BITS);
                     let mut tile = [0.0; W];
                     for i in 0..W {
                         tile[i] = f32::from(coded[i]) * scale[i] + base[i];
