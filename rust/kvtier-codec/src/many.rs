@@ -14,6 +14,18 @@ fn useful(threads: usize, bytes: usize) -> usize {
     threads.clamp(1, (bytes / SHARE).max(1))
 }
 
+/// Runs each part on a thread of its own; what they give, in order.
+fn spread<P: Send, T: Send>(parts: impl Iterator<Item = P>, run: impl Fn(P) -> T + Sync) -> Vec<T> {
+    thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> = parts.map(|part| scope.spawn(move || run(part))).collect();
+        let join = |thread: thread::ScopedJoinHandle<'_, T>| {
+            (thread.join()).unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads.into_iter().map(join).collect()
+    })
+}
+
 /// The frames of equal arrays that lie one after another, one after another.
 ///
 /// # Panics
@@ -35,18 +47,7 @@ pub fn encode_all(codec: Codec, form: &Form, src: &[u8], threads: usize) -> Vec<
         return run(src);
     }
     let share = (src.len() / raw).div_ceil(threads) * raw;
-    thread::scope(|scope| {
-        let run = &run;
-        let parts: Vec<_> = src
-            .chunks(share)
-            .map(|part| scope.spawn(move || run(part)))
-            .collect();
-        let done = parts.into_iter().map(|part| match part.join() {
-            Ok(frames) => frames,
-            Err(panic) => std::panic::resume_unwind(panic),
-        });
-        done.collect::<Vec<_>>().concat()
-    })
+    spread(src.chunks(share), run).concat()
 }
 
 /// Where each of the frames lies that fill `frames`, and what it says of itself.
@@ -65,48 +66,57 @@ pub fn headers(frames: &[u8]) -> Result<Vec<(Range<usize>, Header)>, Bad> {
     Ok(found)
 }
 
+/// The tokens of an array that are taken: all, if none are named.
+fn taken(form: &Form, tokens: Option<&Range<u32>>) -> Range<u32> {
+    tokens.cloned().unwrap_or(0..form.tokens)
+}
+
+/// Bytes that they are.
+fn taken_len(form: &Form, tokens: Option<&Range<u32>>) -> usize {
+    let count = taken(form, tokens).len();
+    form.with_tokens(count as u32).raw_len()
+}
+
+/// Bytes that those tokens of these frames decode to; `None`: one of the arrays has not all of them.
+pub fn decoded_len(found: &[(Range<usize>, Header)], tokens: Option<&Range<u32>>) -> Option<usize> {
+    let len = |(_, header): &(_, Header)| {
+        let taken = taken(&header.form, tokens);
+        let has = taken.start <= taken.end && taken.end <= header.form.tokens;
+        has.then(|| taken_len(&header.form, tokens))
+    };
+    found.iter().map(len).sum()
+}
+
 /// Decodes those tokens of each of these frames into `dst`, one array after another.
 ///
 /// # Panics
-/// If `dst` is not as long as the arrays are, or a range is not one of the tokens.
+/// If `dst` is not as long as [`decoded_len`] says, or that says nothing.
 pub fn decode_all(
     frames: &[u8],
     found: &[(Range<usize>, Header)],
-    tokens: Option<Range<u32>>,
+    tokens: Option<&Range<u32>>,
     dst: &mut [u8],
     threads: usize,
 ) -> Result<(), Bad> {
-    let taken = |form: &Form| tokens.clone().unwrap_or(0..form.tokens);
-    let size = |form: &Form| form.with_tokens(taken(form).len() as u32).raw_len();
     let total = dst.len();
     let mut work = Vec::with_capacity(found.len());
     let mut rest = dst;
     for (at, header) in found {
-        let (mine, behind) = rest.split_at_mut(size(&header.form));
+        let (mine, behind) = rest.split_at_mut(taken_len(&header.form, tokens));
         rest = behind;
         work.push((&frames[at.clone()], header.form, mine));
     }
     assert!(rest.is_empty(), "the target is longer than what is decoded");
     let run = |work: &mut [(&[u8], Form, &mut [u8])]| {
         work.iter_mut()
-            .try_for_each(|(frame, form, dst)| decode_tokens(frame, form, taken(form), dst))
+            .try_for_each(|(frame, form, dst)| decode_tokens(frame, form, taken(form, tokens), dst))
     };
     let threads = useful(threads, total);
     if threads == 1 {
         return run(&mut work);
     }
     let share = work.len().div_ceil(threads);
-    thread::scope(|scope| {
-        let run = &run;
-        let parts: Vec<_> = work
-            .chunks_mut(share)
-            .map(|part| scope.spawn(move || run(part)))
-            .collect();
-        parts.into_iter().try_for_each(|part| match part.join() {
-            Ok(result) => result,
-            Err(panic) => std::panic::resume_unwind(panic),
-        })
-    })
+    spread(work.chunks_mut(share), run).into_iter().collect()
 }
 
 #[cfg(test)]

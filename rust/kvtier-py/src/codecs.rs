@@ -156,21 +156,10 @@ pub fn codec_decode(
     let (frames, dst) = (View::raw(frames, false)?, View::raw(dst, true)?);
     let (to, room) = (dst.ptr() as usize, dst.len());
     let found = many::headers(frames.bytes()).map_err(|why| bad(py, why))?;
-    let wanted = found.get(layers.0..layers.1);
     let tokens = tokens.map(|(from, to)| from..to);
-    let taken = |form: &Form| tokens.clone().unwrap_or(0..form.tokens);
-    let fits = wanted.filter(|wanted| {
-        let all =
-            |form: &Form| taken(form).start <= taken(form).end && taken(form).end <= form.tokens;
-        let len = |form: &Form| form.with_tokens(taken(form).len() as u32).raw_len();
-        wanted.iter().all(|(_, header)| all(&header.form))
-            && wanted
-                .iter()
-                .map(|(_, header)| len(&header.form))
-                .sum::<usize>()
-                == room
-    });
-    let Some(wanted) = fits else {
+    let tokens = tokens.as_ref();
+    let fits = |wanted: &&[_]| many::decoded_len(wanted, tokens) == Some(room);
+    let Some(wanted) = found.get(layers.0..layers.1).filter(fits) else {
         let why = format!(
             "segments {layers:?} and tokens {tokens:?} of {} segments were asked for into {room} bytes; these are other ranges or another size than they have",
             found.len(),
@@ -183,7 +172,7 @@ pub fn codec_decode(
     py.detach(|| {
         // SAFETY: the view keeps the memory; that nobody else uses it is the caller's promise.
         let dst = unsafe { std::slice::from_raw_parts_mut(to as *mut u8, room) };
-        many::decode_all(frames.bytes(), wanted, tokens.clone(), dst, threads)
+        many::decode_all(frames.bytes(), wanted, tokens, dst, threads)
     })
     .map_err(|why| bad(py, why))
 }
