@@ -17,6 +17,9 @@ pub enum Dtype {
 }
 
 impl Dtype {
+    /// All there are, by number.
+    pub const ALL: [Dtype; 4] = [Dtype::Bytes, Dtype::Bf16, Dtype::Fp16, Dtype::Fp32];
+
     /// Bytes of an element.
     pub const fn size(self) -> usize {
         match self {
@@ -26,14 +29,14 @@ impl Dtype {
         }
     }
 
-    pub(crate) const fn from_byte(byte: u8) -> Option<Self> {
-        Some(match byte {
-            0 => Dtype::Bytes,
-            1 => Dtype::Bf16,
-            2 => Dtype::Fp16,
-            3 => Dtype::Fp32,
-            _ => return None,
-        })
+    /// `uint8`, `bf16`, `fp16` or `fp32`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Dtype::Bytes => "uint8",
+            Dtype::Bf16 => "bf16",
+            Dtype::Fp16 => "fp16",
+            Dtype::Fp32 => "fp32",
+        }
     }
 }
 

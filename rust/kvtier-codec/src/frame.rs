@@ -143,10 +143,7 @@ impl Codec {
 
     /// What becomes of a segment that the codec cannot take.
     fn fallback(self) -> Option<Codec> {
-        if self == Codec::ZSTD || !self.zstd {
-            return None;
-        }
-        Some(Codec::ZSTD)
+        (self.zstd && self != Codec::ZSTD).then_some(Codec::ZSTD)
     }
 }
 
@@ -246,7 +243,7 @@ impl Header {
                 tokens: word(8),
                 heads: word(12),
                 dim: word(16),
-                dtype: Dtype::from_byte(head[7] & 15).ok_or(Bad::Header)?,
+                dtype: *Dtype::ALL.get(head[7] as usize & 15).ok_or(Bad::Header)?,
             },
             body: word(20) as usize,
             checksum: u64::from(word(24)) | u64::from(word(28)) << 32,
@@ -316,12 +313,8 @@ pub fn encode_at(
     assert!(form.is_valid() && src.len() == form.raw_len());
     let (head, room) = dst.split_at_mut(HEADER);
     let room = &mut room[..src.len()];
-    let mut coded = None;
-    let mut next = Some(codec);
-    while let (None, Some(codec)) = (coded, next) {
-        coded = encode_body(level, codec, form, src, room);
-        next = codec.fallback();
-    }
+    let coded = encode_body(level, codec, form, src, room)
+        .or_else(|| encode_body(level, codec.fallback()?, form, src, room));
     let (method, zstd, len) = coded.unwrap_or_else(|| {
         room.copy_from_slice(src);
         (Method::Plain, false, src.len())

@@ -22,22 +22,10 @@ fn config<T>(py: Python<'_>, found: Result<T, String>) -> PyResult<T> {
     found.map_err(|why| raise(py, "ConfigError", why))
 }
 
+/// The dtype of that name; of any other, its bytes.
 fn dtype(name: &str) -> Dtype {
-    match name {
-        "bf16" => Dtype::Bf16,
-        "fp16" => Dtype::Fp16,
-        "fp32" => Dtype::Fp32,
-        _ => Dtype::Bytes,
-    }
-}
-
-fn dtype_name(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::Bf16 => "bf16",
-        Dtype::Fp16 => "fp16",
-        Dtype::Fp32 => "fp32",
-        Dtype::Bytes => "uint8",
-    }
+    let known = Dtype::ALL.into_iter().find(|dtype| dtype.name() == name);
+    known.unwrap_or(Dtype::Bytes)
 }
 
 fn form(py: Python<'_>, element: &str, dims: Dims) -> PyResult<Form> {
@@ -136,7 +124,7 @@ pub fn codec_frames(
             at.len(),
             header.method.name().to_owned(),
             header.zstd,
-            dtype_name(form.dtype),
+            form.dtype.name(),
             (form.planes, form.tokens, form.heads, form.dim),
         )
     };
