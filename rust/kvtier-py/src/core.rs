@@ -1,10 +1,11 @@
 //! The store as Python calls it. `kvtier.store` gives it types, defaults and documentation.
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvtier_core::config::{Config, MemoryKind};
-use kvtier_core::error::{Error, Result};
+use kvtier_core::error::Result;
 use kvtier_core::fork::Generation;
 use kvtier_core::load::Miss;
 use kvtier_core::put::{Block, Put};
@@ -103,15 +104,15 @@ fn targets(py: Python<'_>, views: &[View]) -> PyResult<Vec<Out>> {
     Ok(targets)
 }
 
-fn slices(keys: &[PyBackedBytes]) -> Vec<&[u8]> {
+fn slices<K: Deref<Target = [u8]>>(keys: &[K]) -> Vec<&[u8]> {
     keys.iter().map(|key| &key[..]).collect()
 }
 
-fn blocks<'a>(
-    keys: &'a [PyBackedBytes],
-    datas: &'a [&'a [u8]],
-    parents: &'a [Option<PyBackedBytes>],
-    replaces: Option<&'a Key>,
+fn blocks<'a, K: Deref<Target = [u8]>>(
+    keys: &'a [K],
+    datas: &[&'a [u8]],
+    parents: &'a [Option<K>],
+    replaces: Option<&'a K>,
     importance: &[f32],
 ) -> Vec<Block<'a>> {
     keys.iter()
@@ -127,21 +128,25 @@ fn blocks<'a>(
         .collect()
 }
 
+/// One block a key; parents and scores likewise, or none.
 fn same_length(
     py: Python<'_>,
     keys: usize,
-    what: &str,
-    given: usize,
-    optional: bool,
+    blocks: usize,
+    parents: usize,
+    scores: usize,
 ) -> PyResult<()> {
-    if given == keys || (optional && given == 0) {
-        return Ok(());
+    for (what, given, optional) in [
+        ("blocks", blocks, false),
+        ("parents", parents, true),
+        ("importance scores", scores, true),
+    ] {
+        if given != keys && !(optional && given == 0) {
+            let why = format!("{given} {what} were given for {keys} keys; one a key is needed");
+            return Err(raise(py, "InvalidBlockError", why));
+        }
     }
-    Err(raise(
-        py,
-        "InvalidBlockError",
-        format!("{given} {what} were given for {keys} keys; one a key is needed"),
-    ))
+    Ok(())
 }
 
 /// The native store.
@@ -182,51 +187,39 @@ impl Core {
         done
     }
 
-    fn start(
+    /// Starts an operation: `begin` hands work to a thread of the store.
+    fn start<T: 'static>(
         &self,
         py: Python<'_>,
-        views: Vec<View>,
-        to: &Completions,
-        token: u64,
-        lost: fn(Error) -> Outcome,
-        begin: impl FnOnce(Arc<Store>, Finisher) -> Result<()> + Send,
+        (operation, finisher): (Operation, Finisher<T>),
+        begin: impl FnOnce(Arc<Store>, Finisher<T>) -> Result<()> + Send,
     ) -> PyResult<Operation> {
-        let (operation, finisher) = Operation::start(views, to, token, lost);
         let store = self.store.clone();
-        // A refusal is the operation's result: the finisher was dropped with the work and said so.
-        let refused = py.detach(move || begin(store, finisher));
-        match refused {
-            Ok(()) => Ok(operation),
-            Err(error) => Err(from_core(py, &error)),
-        }
+        // Where it is refused, the finisher is dropped with the work: the token that it posts then
+        // is one that nobody waits for.
+        py.detach(move || begin(store, finisher))
+            .map(|()| operation)
+            .map_err(|e| from_core(py, &e))
     }
 
     /// Starts an operation that reads blocks: what lies on NVMe is loaded first, so that `work`
     /// finds it in memory.
-    #[expect(clippy::too_many_arguments, reason = "what every operation has")]
-    fn start_reading(
+    fn start_reading<T: 'static>(
         &self,
         py: Python<'_>,
         space: &Space,
         keys: &[PyBackedBytes],
-        views: Vec<View>,
         until: Instant,
-        to: &Completions,
-        token: u64,
-        lost: fn(Error) -> Outcome,
-        work: impl FnOnce(&Store, &Namespace, &[&[u8]]) -> Outcome + Send + 'static,
+        started: (Operation, Finisher<T>),
+        work: impl FnOnce(&Store, &Namespace, &[&[u8]]) -> Result<T> + Send + 'static,
     ) -> PyResult<Operation> {
         // The worker must not touch Python objects: it gets copies of the keys.
-        let keys: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
-        let ns = space.ns.clone();
-        self.start(py, views, to, token, lost, move |store, finisher| {
-            let (inner, work_keys, work_ns) = (store.clone(), keys.clone(), ns.clone());
-            let wanted: Vec<&[u8]> = keys.iter().map(|k| &k[..]).collect();
-            let work = Box::new(move || {
-                let keys: Vec<&[u8]> = work_keys.iter().map(|k| &k[..]).collect();
-                finisher.finish(work(&inner, &work_ns, &keys));
-            });
-            store.after_loading(&ns, &wanted, until, work)
+        let copies: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
+        let (wanted, ns) = (slices(keys), space.ns.clone());
+        self.start(py, started, move |store, finisher| {
+            let inner = store.clone();
+            let work = Box::new(move || finisher.finish(work(&inner, &ns, &slices(&copies))));
+            store.after_loading(&space.ns, &wanted, until, work)
         })
     }
 }
@@ -297,13 +290,11 @@ impl Core {
         timeout: Seconds,
     ) -> PyResult<Vec<u8>> {
         let views = views(space, datas, false)?;
-        same_length(py, keys.len(), "blocks", views.len(), false)?;
-        same_length(py, keys.len(), "parents", parents.len(), true)?;
-        same_length(py, keys.len(), "importance scores", importance.len(), true)?;
+        same_length(py, keys.len(), views.len(), parents.len(), importance.len())?;
         let until = timeout.until(py)?;
         let bytes: Vec<&[u8]> = views.iter().map(View::bytes).collect();
         let puts = self.run(py, |store| {
-            let blocks = blocks(&keys, &bytes, &parents, replaces.as_ref(), &importance);
+            let blocks = blocks(&keys, &bytes, &parents, replaces.as_deref(), &importance);
             store.put_many(&space.ns, &blocks, until)
         })?;
         Ok(puts.into_iter().map(put_code).collect())
@@ -529,9 +520,7 @@ impl Core {
         token: u64,
     ) -> PyResult<Operation> {
         let views = views(space, datas, false)?;
-        same_length(py, keys.len(), "blocks", views.len(), false)?;
-        same_length(py, keys.len(), "parents", parents.len(), true)?;
-        same_length(py, keys.len(), "importance scores", importance.len(), true)?;
+        same_length(py, keys.len(), views.len(), parents.len(), importance.len())?;
         let until = timeout.until(py)?;
         // The worker must not touch Python objects: it gets copies of the keys, and addresses.
         let keys: Vec<Vec<u8>> = keys.iter().map(|k| k.to_vec()).collect();
@@ -542,32 +531,19 @@ impl Core {
         let replaces = replaces.map(|r| r.to_vec());
         let sources: Vec<Out> = views.iter().map(View::out).collect();
         let ns = space.ns.clone();
-        self.start(
-            py,
-            views,
-            to,
-            token,
-            |e| Outcome::Puts(Err(e)),
-            move |store, finisher| {
-                let inner = store.clone();
-                store.write_later(Box::new(move || {
-                    let blocks: Vec<Block<'_>> = keys
-                        .iter()
-                        .zip(&sources)
-                        .enumerate()
-                        .map(|(i, (key, source))| Block {
-                            key,
-                            // SAFETY: the operation keeps the caller's buffers until it has finished.
-                            data: unsafe { std::slice::from_raw_parts(source.ptr, source.len) },
-                            parent: parents.get(i).and_then(|p| p.as_deref()),
-                            replaces: replaces.as_deref(),
-                            importance: importance.get(i).copied().unwrap_or(0.0),
-                        })
-                        .collect();
-                    finisher.finish(Outcome::Puts(inner.put_many(&ns, &blocks, until)));
-                }))
-            },
-        )
+        let started = Operation::start(views, to, token, Outcome::Puts);
+        self.start(py, started, move |store, finisher| {
+            let inner = store.clone();
+            store.write_later(Box::new(move || {
+                let bytes: Vec<&[u8]> = sources
+                    .iter()
+                    // SAFETY: the operation keeps the caller's buffers until it has finished.
+                    .map(|source| unsafe { std::slice::from_raw_parts(source.ptr, source.len) })
+                    .collect();
+                let blocks = blocks(&keys, &bytes, &parents, replaces.as_ref(), &importance);
+                finisher.finish(inner.put_many(&ns, &blocks, until));
+            }))
+        })
     }
 
     /// As `get_into`; posts `token` when done.
@@ -588,20 +564,11 @@ impl Core {
         let until = timeout.until(py)?;
         let part = selection(layers, tokens);
         let targets = targets(py, &views)?;
-        self.start_reading(
-            py,
-            space,
-            &keys,
-            views,
-            until,
-            to,
-            token,
-            |e| Outcome::Gots(Err(e)),
-            move |store, ns, keys| {
-                // SAFETY: the operation keeps the caller's buffers until it has finished.
-                Outcome::Gots(unsafe { store.get_into(ns, keys, &targets, &part, until) })
-            },
-        )
+        let started = Operation::start(views, to, token, Outcome::Gots);
+        self.start_reading(py, space, &keys, until, started, move |store, ns, keys| {
+            // SAFETY: the operation keeps the caller's buffers until it has finished.
+            unsafe { store.get_into(ns, keys, &targets, &part, until) }
+        })
     }
 
     /// As `lease`; posts `token` when done.
@@ -617,17 +584,10 @@ impl Core {
         token: u64,
     ) -> PyResult<Operation> {
         let until = timeout.until(py)?;
-        self.start_reading(
-            py,
-            space,
-            &keys,
-            Vec::new(),
-            until,
-            to,
-            token,
-            |e| Outcome::Leases(Err(e)),
-            move |store, ns, keys| Outcome::Leases(store.lease(ns, keys, verify, until)),
-        )
+        let started = Operation::start(Vec::new(), to, token, Outcome::Leases);
+        self.start_reading(py, space, &keys, until, started, move |store, ns, keys| {
+            store.lease(ns, keys, verify, until)
+        })
     }
 
     /// As `pin`; posts `token` when done.
@@ -641,17 +601,10 @@ impl Core {
         token: u64,
     ) -> PyResult<Operation> {
         let until = timeout.until(py)?;
-        self.start_reading(
-            py,
-            space,
-            &keys,
-            Vec::new(),
-            until,
-            to,
-            token,
-            |e| Outcome::Flags(Err(e)),
-            move |store, ns, keys| Outcome::Flags(store.pin(ns, keys, until)),
-        )
+        let started = Operation::start(Vec::new(), to, token, Outcome::Flags);
+        self.start_reading(py, space, &keys, until, started, move |store, ns, keys| {
+            store.pin(ns, keys, until)
+        })
     }
 
     /// As `flush`; posts `token` when done.
@@ -663,26 +616,16 @@ impl Core {
         token: u64,
     ) -> PyResult<Operation> {
         let until = timeout.until(py)?;
-        self.start(
-            py,
-            Vec::new(),
-            to,
-            token,
-            |e| Outcome::Unit(Err(e)),
-            move |store, finisher| {
-                let inner = store.clone();
-                store.write_later(Box::new(move || {
-                    finisher.finish(Outcome::Unit(inner.flush(until)));
-                }))
-            },
-        )
+        let started = Operation::start(Vec::new(), to, token, Outcome::Unit);
+        self.start(py, started, move |store, finisher| {
+            let inner = store.clone();
+            store.write_later(Box::new(move || finisher.finish(inner.flush(until))))
+        })
     }
 
     /// The state of everything, as nested dicts of numbers.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        check_home(py, self.home)?;
-        let report = py.detach(|| self.store.report());
-        log::pass_on(py);
+        let report = self.run(py, |store| Ok(store.report()))?;
         report::dict(py, &report)
     }
 }

@@ -93,21 +93,21 @@ pub struct Operation {
 }
 
 /// Stores an operation's outcome and announces it, whatever happens to whoever started it.
-pub struct Finisher {
+pub struct Finisher<T> {
     slot: Arc<Mutex<Option<Outcome>>>,
     mailbox: Arc<Mailbox>,
     token: u64,
-    lost: fn(Error) -> Outcome,
+    outcome: fn(Result<T>) -> Outcome,
 }
 
-impl Finisher {
+impl<T> Finisher<T> {
     /// Ends the operation.
-    pub fn finish(self, outcome: Outcome) {
-        *self.slot.lock() = Some(outcome);
+    pub fn finish(self, result: Result<T>) {
+        *self.slot.lock() = Some((self.outcome)(result));
     }
 }
 
-impl Drop for Finisher {
+impl<T> Drop for Finisher<T> {
     fn drop(&mut self) {
         let mut slot = self.slot.lock();
         if slot.is_none() {
@@ -116,7 +116,7 @@ impl Drop for Finisher {
                 Kind::Closed,
                 "the store was closed before the operation ran",
             );
-            *slot = Some((self.lost)(error));
+            *slot = Some((self.outcome)(Err(error)));
         }
         drop(slot);
         self.mailbox.post(self.token);
@@ -124,19 +124,19 @@ impl Drop for Finisher {
 }
 
 impl Operation {
-    /// An operation that keeps `views` until it has finished.
-    pub fn start(
+    /// An operation that keeps `views` until its outcome is taken, and what ends it and posts `token`.
+    pub fn start<T>(
         views: Vec<View>,
         mailbox: &Completions,
         token: u64,
-        lost: fn(Error) -> Outcome,
-    ) -> (Self, Finisher) {
+        outcome: fn(Result<T>) -> Outcome,
+    ) -> (Self, Finisher<T>) {
         let slot = Arc::new(Mutex::new(None));
         let finisher = Finisher {
             slot: slot.clone(),
             mailbox: mailbox.0.clone(),
             token,
-            lost,
+            outcome,
         };
         let operation = Operation {
             slot,
@@ -144,23 +144,28 @@ impl Operation {
         };
         (operation, finisher)
     }
+
+    /// The outcome, once. Lets go of the caller's memory, with no lock held: a buffer's owner may
+    /// run Python code then.
+    fn take(&self) -> Option<Outcome> {
+        let outcome = self.slot.lock().take();
+        let views = std::mem::take(&mut *self.views.lock());
+        drop(views);
+        outcome
+    }
 }
 
 #[pymethods]
 impl Operation {
     /// Once announced: nobody wants the result. Lets go of it, and of the caller's memory.
     fn discard(&self) {
-        let outcome = self.slot.lock().take();
-        self.views.lock().clear();
-        drop(outcome);
+        drop(self.take());
     }
 
     /// The result, once announced. Lets go of the caller's memory.
     fn result(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        let outcome = self.slot.lock().take();
-        self.views.lock().clear();
         let raise = |error: Error| from_core(py, &error);
-        match outcome {
+        match self.take() {
             None => Ok(py.None()),
             Some(Outcome::Puts(puts)) => {
                 let codes: Vec<u8> = puts.map_err(raise)?.into_iter().map(put_code).collect();
