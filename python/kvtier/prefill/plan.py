@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvtier.errors import ConfigError, UnsupportedError
-from kvtier.kappa import Decision, Measured, MeasuredTier, ModelSpec, Request, Residency, decide
+from kvtier.kappa import Measured, MeasuredTier, ModelSpec
 from kvtier.kappa.cost import flops, weight_bytes
 from kvtier.kappa.measured import TIERS
 from kvtier.kappa.passes import Passes
@@ -80,7 +80,7 @@ class Meter:
                     self._tiers.setdefault(tier, _Rate()).add(size, seconds[tier])
 
     def measured(self) -> Measured | None:
-        """All of it for :func:`kvtier.kappa.decide`; ``None`` before the first computation and load."""
+        """All of it for :func:`plan`; ``None`` before the first computation and load."""
         with self._lock:
             start, spec = self._start, self.spec
             tiers = {tier.kind: tier for tier in start.tiers} if start else {}
@@ -139,8 +139,6 @@ class Plan:
     why: str
     predicted: Mapping[str, float]
     """``load_s, front_s, new_s, ttft_s``; empty where nothing was measured."""
-    decision: Decision | None = None
-    """What :func:`kvtier.kappa.decide` says of a load that is not overlapped."""
 
 
 def plan(
@@ -177,14 +175,10 @@ def plan(
             return Plan(front, _action(front, cached), "as asked", {})
         return Plan(0, "load", f"{cached} tokens are stored, and what loading takes is not known yet", {})
     block_tokens = cached // len(tiers)
-    sizes: dict[str, float] = {}
-    for tier in tiers:
-        sizes[tier] = sizes.get(tier, 0.0) + block_bytes
-    decision = decide(Request(cached, new), Residency(sizes), measured, granularity=grid)
     after = measured.prefill.last(cached, new)
     behind = after - measured.prefill.last(cached, min(new, grid)) * (1 - 1 / groups)
     load_s, loads = 0.0, [0.0] * (cached // grid + 1)
-    per_tier = dict.fromkeys(sizes, 0.0)
+    per_tier = dict.fromkeys(tiers, 0.0)
     for chunk in range(cached // grid - 1, -1, -1):
         for tier in tiers[chunk * grid // block_tokens : (chunk + 1) * grid // block_tokens]:
             per_tier[tier] += block_bytes * measured.rates[tier][0]
@@ -218,7 +212,7 @@ def plan(
     else:
         other = "recompute" if action == "load" else "load"
         why = f"to {action} all {cached} stored tokens takes {others[action]:.3g} s to the first token, to {other} them {others[other]:.3g} s{measured.mark}"
-    return Plan(chosen * grid, action, why, terms, decision)
+    return Plan(chosen * grid, action, why, terms)
 
 
 def _action(front: int, cached: int) -> Literal["load", "recompute", "split"]:
