@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -223,11 +223,11 @@ class Load:
             self._changed.notify_all()
 
 
-def _runs(wanted: Sequence[int], bad: object) -> list[tuple[int, int]]:
+def _runs(wanted: Sequence[int], bad: Container[int]) -> list[tuple[int, int]]:
     """Where in ``wanted`` there are consecutive good blocks: ``(first, last + 1)``."""
     runs: list[tuple[int, int]] = []
     for at, number in enumerate(wanted):
-        if at in bad:  # type: ignore[operator]
+        if at in bad:
             continue
         if runs and runs[-1][1] == at and wanted[at - 1] == number - 1:
             runs[-1] = runs[-1][0], at + 1
