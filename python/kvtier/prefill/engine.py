@@ -138,8 +138,13 @@ class PrefillEngine:
         """
         begun = time.perf_counter()
         tokens = token_ids(input_ids, self.model)
+        return self._run(tokens, self.blocks.chain(tokens), begun, front, overlap)
+
+    def _run(
+        self, tokens: list[int], keys: Sequence[bytes], begun: float, front: int | None, overlap: bool
+    ) -> Prefill:
         with self._running:
-            return _Run(self, tokens, begun, front, overlap).go()
+            return _Run(self, tokens, keys, begun, front, overlap).go()
 
     def submit(
         self, input_ids: Sequence[int] | torch.Tensor, *, front: int | None = None, overlap: bool = True
@@ -150,14 +155,15 @@ class PrefillEngine:
         Does not block. The future's ``result()`` is the prefill.
         """
         tokens = token_ids(input_ids, self.model)
+        keys = self.blocks.chain(tokens)
         number = next(self._numbers)
 
         def work() -> Prefill:
             self._ahead.take(number)
-            return self.run(tokens, front=front, overlap=overlap)
+            return self._run(tokens, keys, time.perf_counter(), front, overlap)
 
         future = self._queue.submit(work)
-        self._ahead.add(number, self.blocks.chain(tokens))
+        self._ahead.add(number, keys)
         if future.done() or future.running():
             self._ahead.take(number)
         return future
@@ -256,7 +262,13 @@ class _Run:
     """One request, from the match to the report."""
 
     def __init__(
-        self, engine: PrefillEngine, tokens: list[int], begun: float, front: int | None, overlap: bool
+        self,
+        engine: PrefillEngine,
+        tokens: list[int],
+        keys: Sequence[bytes],
+        begun: float,
+        front: int | None,
+        overlap: bool,
     ) -> None:
         self.engine = engine
         self.tokens = tokens
@@ -266,7 +278,7 @@ class _Run:
         self.blocks = engine.blocks
         self.chunk = engine.chunk_tokens
         self.size = self.blocks.layout.block_tokens
-        self.keys = self.blocks.chain(tokens)
+        self.keys = keys
         self.room = Room(self.blocks.layout, len(tokens) + engine.reserve_tokens, engine.model.device)
         self.mass = AttentionMass(len(tokens)) if engine.importance else None
         self.stored = WriteBack(begun)
