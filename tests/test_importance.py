@@ -87,6 +87,8 @@ def test_blocks_get_their_scores_and_sinks_the_highest() -> None:
         result = engine.run(PROMPT)
         engine.flush(result)
         scores = result.report.importance
+        assert result.report.blocks_stored == len(blocks.blocks)
+        assert sum(event.bytes for event in result.report.stored.events) == sum(map(len, blocks.blocks.values()))
     assert scores is not None
     keys = blocks.chain(PROMPT)
     assert set(blocks.importance) == set(keys)

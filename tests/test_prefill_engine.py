@@ -311,6 +311,20 @@ def test_a_backlog_is_bounded_and_what_is_beyond_it_is_refused(model: Any) -> No
     assert result.report.blocks_refused == len(long) // BLOCK - room > 0
 
 
+def test_what_is_stored_already_fills_no_backlog() -> None:
+    """Else a conversation longer than the backlog would keep nothing of what is added to it."""
+    wide = build(llama(num_hidden_layers=12, max_position_embeddings=1024))
+    blocks = DictNamespace(layout_of(wide, BLOCK))
+    prompt = [int(t) for t in np.random.default_rng(5).integers(0, 256, 480)]
+    assert len(prompt) // BLOCK * blocks.layout.block_bytes > 1 << 20
+    with PrefillEngine(wide, blocks, chunk_tokens=CHUNK) as engine:
+        assert engine.flush(engine.run(prompt))
+    with PrefillEngine(wide, blocks, chunk_tokens=CHUNK, backlog="1MiB") as engine:
+        told = list(engine.generate(prompt, 2 * BLOCK))
+    assert len(told) == 2 * BLOCK
+    assert set(blocks.blocks) == set(blocks.chain([*prompt, *told]))
+
+
 def test_it_learns_and_decides(model: Any, tmp_path: Path) -> None:
     """The first requests measure; then a store that is far too slow is declined, and says why."""
     with (

@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvtier.config import Size, parse_size
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.integrations.verbs import BlockNamespace
 from kvtier.kappa import Measured
 from kvtier.prefill.ahead import Lookahead
@@ -25,7 +25,7 @@ from kvtier.prefill.model import forward, layout_of, namespace, synchronise
 from kvtier.prefill.plan import Meter, plan
 from kvtier.prefill.prompt import check_parts, token_ids
 from kvtier.prefill.report import PrefillReport
-from kvtier.prefill.storing import WriteBack, Writer
+from kvtier.prefill.storing import WriteBack, Writer, held
 from kvtier.prefill.timeline import Event, busy
 
 __all__ = ["Prefill", "PrefillEngine"]
@@ -140,9 +140,7 @@ class PrefillEngine:
         tokens = token_ids(input_ids, self.model)
         return self._run(tokens, self.blocks.chain(tokens), begun, front, overlap)
 
-    def _run(
-        self, tokens: list[int], keys: Sequence[bytes], begun: float, front: int | None, overlap: bool
-    ) -> Prefill:
+    def _run(self, tokens: list[int], keys: Sequence[bytes], begun: float, front: int | None, overlap: bool) -> Prefill:
         with self._running:
             return _Run(self, tokens, keys, begun, front, overlap).go()
 
@@ -226,17 +224,22 @@ class PrefillEngine:
         """
         tokens = token_ids(input_ids, self.model)
         pairs = Room.of(cache)
-        held = min((keys.shape[-2] for keys, _ in pairs), default=0) if pairs else 0
-        if not pairs or held != cache.get_seq_length():
+        length = min((keys.shape[-2] for keys, _ in pairs), default=0) if pairs else 0
+        if not pairs or length != cache.get_seq_length():
             raise ConfigError(
                 "the cache is not that of one whole sequence: a batch, an empty one, or one that keeps a window only; keep() takes the cache of run()"
             )
         target = WriteBack(time.perf_counter())
-        keys = self.blocks.chain(tokens[:held])
+        keys = self.blocks.chain(tokens[:length])
         layer = cache.layers[0]
         readers = layer.readers if isinstance(layer, RoomyLayer) else None
-        if keys:
-            self._writer.submit(pairs, readers, 0, keys, None, target)
+        # What is there already counts for no backlog, which a long conversation alone would fill.
+        try:
+            first = held(self.blocks, keys)
+        except KvtierError:
+            first = 0  # the write-back meets the same, and says so
+        if first < len(keys):
+            self._writer.submit(pairs, readers, first, keys[first:], keys[first - 1] if first else None, target)
         return target
 
     def flush(self, result: Prefill, timeout: float | None = None) -> bool:
@@ -336,7 +339,7 @@ class _Run:
             why = f"{why}; but loading failed: {load.reason}: {self.lost} tokens were computed again"
         if self.mass is not None and self.keys:
             scores = block_scores(self.mass.scores(), 0, len(self.keys), self.size)
-            self.engine._writer.submit(self.room.pairs, self.room.readers, 0, self.keys, None, self.stored, scores)
+            self.engine._writer.score(self.keys, scores, self.stored)
         report = self._report(ended, match.tokens, cached, front, load, chosen.predicted, why)
         self.engine.meter.computed(self.passes)
         self.engine.meter.loaded(report.bytes, report.load_s)

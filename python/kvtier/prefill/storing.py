@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvtier.errors import CorruptError, DeadlineError, FullError, StorageError
@@ -14,10 +15,15 @@ from kvtier.integrations.verbs import BlockNamespace
 from kvtier.prefill.cache import Pair, Readers
 from kvtier.prefill.timeline import Event
 
-__all__ = ["UNAVAILABLE", "WriteBack", "Writer"]
+__all__ = ["UNAVAILABLE", "WriteBack", "Writer", "held"]
 
 UNAVAILABLE = (DeadlineError, StorageError, CorruptError, FullError)
 """A store that cannot serve costs a recompute; anything else (a closed store, a bug) is for the caller to see."""
+
+
+def held(blocks: BlockNamespace, keys: Sequence[bytes]) -> int:
+    """How many of the first keys are there."""
+    return next((i for i, there in enumerate(blocks.contains(keys)) if not there), len(keys))
 
 
 class WriteBack:
@@ -74,6 +80,14 @@ class _Job:
     first: int
     keys: Sequence[bytes]
     before: bytes | None
+    target: WriteBack = field(repr=False)
+
+
+@dataclass
+class _Scores:
+    """The importance of blocks that were handed over before."""
+
+    keys: Sequence[bytes]
     scores: Sequence[float]
     target: WriteBack = field(repr=False)
 
@@ -95,7 +109,7 @@ class Writer:
         self._backlog = backlog
         self._waiting = 0
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | _Scores | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -107,7 +121,6 @@ class Writer:
         keys: Sequence[bytes],
         before: bytes | None,
         target: WriteBack,
-        scores: Sequence[float] = (),
     ) -> None:
         """Store blocks in the background. Does not block.
 
@@ -118,7 +131,6 @@ class Writer:
             keys: of consecutive blocks.
             before: the key of the block before them; ``None`` for the first of a prompt.
             target: what the outcome is counted in.
-            scores: the importance of each block, or of the first of them; set once they are there. Default: left as it is.
         """
         size = len(keys) * self._blocks.layout.block_bytes
         with self._lock:
@@ -126,13 +138,29 @@ class Writer:
                 target.blocks_refused += len(keys)
                 return
             self._waiting += size
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvtier-store", daemon=True)
-                self._thread.start()
-            target.opened()
             if readers is not None:
                 readers.enter((first + len(keys)) * self._blocks.layout.block_tokens)
-            self._jobs.put(_Job(pairs, readers, first, keys, before, scores, target))
+            self._put(_Job(pairs, readers, first, keys, before, target))
+
+    def score(self, keys: Sequence[bytes], scores: Sequence[float], target: WriteBack) -> None:
+        """Set the importance of blocks, behind what was submitted before. Does not block.
+
+        Args:
+            keys: of any blocks; those that the store does not hold by then are left out.
+            scores: of each.
+            target: whoever waits for it waits for this too.
+        """
+        with self._lock:
+            if not self._closed:
+                self._put(_Scores(keys, scores, target))
+
+    def _put(self, job: _Job | _Scores) -> None:
+        """Called under the lock."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvtier-store", daemon=True)
+            self._thread.start()
+        job.target.opened()
+        self._jobs.put(job)
 
     def close(self) -> None:
         """Store what waits, then end the thread. Blocks until then."""
@@ -147,31 +175,41 @@ class Writer:
         buffer = BlockBuffer(self._blocks.layout, self._batch)
         while (job := self._jobs.get()) is not None:
             error: BaseException | None = None
-            begun = time.perf_counter()
             try:
-                self._store(job, buffer)
+                if isinstance(job, _Scores):
+                    self._score(job)
+                else:
+                    self._store(job, buffer)
             except BaseException as caught:  # the thread goes on; whoever waits for the request sees it
                 error = caught
-            finally:
-                if job.readers is not None:
-                    job.readers.leave()
+            job.target.closed(error)
+
+    def _score(self, job: _Scores) -> None:
+        with suppress(*UNAVAILABLE):
+            self._blocks.set_importance(job.keys, job.scores)
+
+    def _store(self, job: _Job, buffer: BlockBuffer) -> None:
+        target, layout = job.target, self._blocks.layout
+        begun, before = time.perf_counter(), target.blocks_stored
+        try:
+            self._copy(job, buffer)
+        finally:
+            if job.readers is not None:
+                job.readers.leave()
             ended = time.perf_counter()
-            target, size = job.target, len(job.keys) * self._blocks.layout.block_bytes
-            block = self._blocks.layout.block_tokens
-            span = job.first * block, (job.first + len(job.keys)) * block
+            span = job.first * layout.block_tokens, (job.first + len(job.keys)) * layout.block_tokens
+            size = (target.blocks_stored - before) * layout.block_bytes
             target.seconds += ended - begun
             target.events.append(Event("store", -1, span, begun - target.begun, ended - target.begun, None, size))
             with self._lock:
-                self._waiting -= size
-            target.closed(error)
+                self._waiting -= len(job.keys) * layout.block_bytes
 
-    def _store(self, job: _Job, buffer: BlockBuffer) -> None:
+    def _copy(self, job: _Job, buffer: BlockBuffer) -> None:
         keys, size = job.keys, self._blocks.layout.block_tokens
         done = 0
         try:
             # What is there already, from the start on, need not be copied.
-            held = self._blocks.contains(keys)
-            done = next((i for i, there in enumerate(held) if not there), len(keys))
+            done = held(self._blocks, keys)
             while done < len(keys):
                 part = keys[done : done + self._batch]
                 buffer.read_from(job.pairs, (job.first + done) * size, len(part))
@@ -180,7 +218,5 @@ class Writer:
                 job.target.blocks_stored += sum(result.stored for result in results)
                 job.target.blocks_refused += sum(not (result.stored or result.present) for result in results)
                 done += len(part)
-            if job.scores:
-                self._blocks.set_importance(keys[: len(job.scores)], job.scores)
         except UNAVAILABLE:
             job.target.blocks_refused += len(keys) - done
