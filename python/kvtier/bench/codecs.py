@@ -156,9 +156,10 @@ def quick_rates(names: Sequence[str], size: int = 8 << 20) -> list[Rates]:
     for name in names:
         bench = _kvtier.CodecBench(name, "bf16", dims)
         coded = np.ones(size // raw * bench.room, np.uint8)
-        laps = [
-            (bench.encode(source, coded), bench.decode(coded, bench.encode(source, coded)[1], target)) for _ in (1, 2)
-        ]
-        (encode_s, sizes), decode_s = laps[-1]
+        encode_s = decode_s = 0.0
+        sizes: list[int] = []
+        for _ in ("warm", "measured"):
+            encode_s, sizes = bench.encode(source, coded)
+            decode_s = bench.decode(coded, sizes, target)
         found.append(Rates(name, 1 - sum(sizes) / size, size / encode_s / 1e9, size / decode_s / 1e9))
     return found

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.bench.figures import Row, spread
+from kvtier.bench.figures import Pair, Row, compared, spread
 from kvtier.config import Dram
 from kvtier.identity import Identity
 from kvtier.integrations.tensors import BlockBuffer
@@ -119,17 +119,17 @@ class _Bench:
                 engine.run(tokens, front=0, overlap=False).report.measured["new_s"] for _ in range(3)
             )
         rate = cached * self.layout.bytes_per_token / new_s / 1e9
-        values, bounds = [], []
+        samples: list[Pair] = []
         with self._store(rate, cached, new) as engine:
             for i in range(self.sweep.pairs):
                 pair: dict[bool, PrefillReport] = {}
                 for overlap in (i % 2 == 0, i % 2 != 0):
                     pair[overlap] = engine.run(tokens, front=0, overlap=overlap).report
-                values.append(pair[True].ttft_s)
-                bounds.append(max(pair[False].measured["load_s"], pair[False].measured["new_s"]))
-        ratios = [value / bound for value, bound in zip(values, bounds, strict=True)]
+                alone = pair[False].measured
+                samples.append((max(alone["load_s"], alone["new_s"]), pair[True].ttft_s))
+        ratios = [value / bound for bound, value in samples]
         note = f"K={cached}, T={new}, DRAM emulated at {rate:.3g} GB/s; {_ci(ratios)}"
-        return _row("ttft_pipelined", values, bounds, "max(load, compute), each alone", ratios, note)
+        return compared("ttft_pipelined", "s", samples, "max(load, compute), each alone", note)
 
     def point(self, factor: float) -> Point:
         """One rate of the sweep."""
@@ -180,13 +180,6 @@ def _ideal(load: PrefillReport, compute: PrefillReport, sweep: Sweep) -> float:
 def _ci(values: Sequence[float]) -> str:
     low, high = interval(values)
     return f"95 % interval {low:.3f} to {high:.3f}"
-
-
-def _row(
-    name: str, values: Sequence[float], bounds: Sequence[float], of: str, ratios: Sequence[float], note: str
-) -> Row:
-    middle = statistics.median
-    return Row(name, middle(values), "s", middle(bounds), of, middle(ratios), spread(ratios), len(ratios), note)
 
 
 def prefill_suite(

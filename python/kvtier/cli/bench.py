@@ -15,7 +15,7 @@ from rich.table import Table
 from kvtier import _kvtier
 from kvtier.bench import FULL, QUICK, Row, codec_suite, store_suite
 from kvtier.cli import model as models
-from kvtier.cli.output import console, emit, json_option
+from kvtier.cli.output import console, emit, json_option, time
 from kvtier.scratch import DEFAULT, home
 
 __all__ = ["bench"]
@@ -111,10 +111,8 @@ def _figure(value: float | None, unit: str) -> str | None:
     if value is None:
         return None
     match unit:
-        case "s" if value < 1e-3:
-            return f"{value * 1e6:.3g} µs"
-        case "s" if value < 1:
-            return f"{value * 1e3:.3g} ms"
+        case "s":
+            return time(value)
         case "1":
             return f"{value:.3f}"
     return f"{value:.3g} {unit}"

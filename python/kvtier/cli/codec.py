@@ -27,8 +27,6 @@ from kvtier.store import Store
 if TYPE_CHECKING:
     import torch
 
-    Cache = list[tuple[torch.Tensor, torch.Tensor]]
-
 __all__ = ["codec"]
 
 _BLOCK = 16
@@ -139,17 +137,10 @@ class _Trial:
         import torch
         from transformers import DynamicCache
 
-        from kvtier.integrations.tensors import layer_shapes, torch_dtype
+        from kvtier.prefill.cache import Room
         from kvtier.prefill.model import logits_of
 
-        dtype = torch_dtype(self.layout)
-        pairs = [
-            (
-                torch.empty(1, heads, self.loaded, wide, dtype=dtype),
-                torch.empty(1, heads, self.loaded, narrow, dtype=dtype),
-            )
-            for heads, wide, narrow in layer_shapes(self.layout)
-        ]
+        pairs = Room(self.layout, self.loaded, torch.device("cpu")).pairs
         begun = time.perf_counter()
         buffer.write_to(pairs, 0, self.blocks)
         cache = DynamicCache(config=self.model.config)
