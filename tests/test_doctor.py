@@ -135,3 +135,9 @@ def test_links_from_the_kernel(tmp_path: Path) -> None:
     assert found[1].now == pytest.approx(3.94e9, rel=1e-3)
     assert machine.cpu_flags(tmp_path) == {"fpu", "avx512_bf16"}
     assert machine.cpu_flags(tmp_path / "none") == frozenset()
+
+
+def test_a_place_that_is_not_there_is_named(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["doctor", "--kv", "fp32", "--dir", str(tmp_path / "a" / "b")])
+    assert done.exit_code == 2
+    assert "is not there" in " ".join(done.output.split())

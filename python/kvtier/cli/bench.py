@@ -15,8 +15,9 @@ from rich.table import Table
 from kvtier import _kvtier
 from kvtier.bench import FULL, QUICK, Row, codec_suite, store_suite
 from kvtier.cli import model as models
+from kvtier.cli.options import directory_option
 from kvtier.cli.output import console, emit, json_option, time
-from kvtier.scratch import DEFAULT, home
+from kvtier.scratch import home
 
 __all__ = ["bench"]
 
@@ -26,13 +27,8 @@ _SUITES = ("store", "codecs", "prefill")
 @click.command()
 @click.option("--suite", type=click.Choice(_SUITES), default="store", show_default=True, help="What to measure.")
 @click.option("--quick", is_flag=True, help="Smaller data, fewer samples: the store took 2 min 11 s beside other work.")
-@click.option(
-    "--dir",
-    "directory",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=DEFAULT,
-    show_default=True,
-    help="A directory on the drive to measure; what is written there is removed again. The demo's model is kept there.",
+@directory_option(
+    "A directory on the drive to measure; what is written there is removed again. The demo's model is kept there."
 )
 @click.option(
     "--chart",

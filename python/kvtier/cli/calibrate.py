@@ -9,10 +9,10 @@ import click
 
 from kvtier.cli import model as models
 from kvtier.cli.demo import needs_torch
+from kvtier.cli.options import directory_option
 from kvtier.cli.output import console, emit, json_option, pairs, size, time
 from kvtier.errors import ConfigError
 from kvtier.kappa.measured import Measured
-from kvtier.scratch import DEFAULT
 
 __all__ = ["calibrate"]
 
@@ -26,14 +26,7 @@ __all__ = ["calibrate"]
     show_default=True,
     help="Where the measurement goes.",
 )
-@click.option(
-    "--dir",
-    "directory",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=DEFAULT,
-    show_default=True,
-    help="A directory on the drive to measure; what is written there is removed again.",
-)
+@directory_option("A directory on the drive to measure; what is written there is removed again.")
 @click.option("--device", help="Where the model runs: cpu, cuda, cuda:1. Default: a GPU if there is one.")
 @click.option(
     "--dtype", default="auto", show_default=True, help="The model's dtype: float32, bfloat16, or the weights'."

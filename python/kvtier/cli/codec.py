@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,10 +17,12 @@ from kvtier import _kvtier, codecs
 from kvtier.cli import model as models
 from kvtier.cli import prompt as prompts
 from kvtier.cli.demo import needs_torch, warm_up
+from kvtier.cli.options import cache_option
 from kvtier.cli.output import console, emit, json_option, seconds
 from kvtier.config import Dram, Nvme
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.layout import KVLayout
+from kvtier.scratch import home, scratch
 from kvtier.store import Store
 
 if TYPE_CHECKING:
@@ -77,13 +78,7 @@ def codec() -> None:
     show_default=True,
     help="What keys and values are stored in; the model computes in float32.",
 )
-@click.option(
-    "--cache",
-    type=click.Path(path_type=Path),
-    default=Path.home() / ".cache" / "kvtier",
-    show_default=True,
-    help="Keeps the demo model and, while it runs, the store: put it on a real drive.",
-)
+@cache_option
 @json_option
 def report(
     directory: Path | None, text_file: Path | None, tokens: int, after: int, dtype: str, cache: Path, as_json: bool
@@ -91,7 +86,7 @@ def report(
     """Load a text's keys and values through each codec, and compare what the model makes of them."""
     say: Callable[[str], None] = (lambda line: click.echo(line, err=True)) if as_json else console.print
     needs_torch()
-    cache.mkdir(parents=True, exist_ok=True)
+    home(cache)
     directory = directory or models.fetch(cache, say)
     text = prompts.read_text(text_file) if text_file else prompts.python_topics()
     model, tokenizer = models.load(directory)
@@ -101,8 +96,8 @@ def report(
         raise ConfigError(f"the text has {len(ids)} tokens; at least {_BLOCK + 1} are needed: give a longer one")
     say(f"{directory.name}, keys and values in {dtype}: {loaded} tokens loaded, {len(ids) - loaded} judged")
     rows = []
-    with tempfile.TemporaryDirectory(prefix="codec-", dir=cache) as work:
-        for row in _Trial(model, ids, loaded, dtype, Path(work)).rows():
+    with scratch(cache, "codec-") as work:
+        for row in _Trial(model, ids, loaded, dtype, work).rows():
             if as_json:
                 emit(asdict(row))
             rows.append(row)

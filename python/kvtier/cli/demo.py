@@ -18,10 +18,11 @@ from rich.table import Table
 
 from kvtier.cli import model as models
 from kvtier.cli import prompt as prompts
+from kvtier.cli.options import cache_option
 from kvtier.cli.output import Failure, console, emit, json_option, seconds, size
 from kvtier.config import Dram, Nvme
 from kvtier.errors import ConfigError
-from kvtier.scratch import DEFAULT, home, scratch
+from kvtier.scratch import home, scratch
 from kvtier.store import Store
 
 if TYPE_CHECKING:
@@ -71,13 +72,7 @@ class Row:
 )
 @_DTYPE
 @_CHUNK
-@click.option(
-    "--cache",
-    type=click.Path(path_type=Path),
-    default=DEFAULT,
-    show_default=True,
-    help="Keeps the demo model and, while it runs, the store: put it on a real drive.",
-)
+@cache_option
 @json_option
 def demo(
     directory: Path | None,

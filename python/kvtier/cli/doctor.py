@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvtier import _kvtier, machine
+from kvtier import machine
+from kvtier.bench.nvme import drive_rate
 from kvtier.cli.findings import Finding, show
+from kvtier.cli.options import directory_option
 from kvtier.cli.output import json_option, size
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.kappa import LinkSpec, Measured, ModelSpec, kv_bytes
 from kvtier.kappa.catalog import catalog
 from kvtier.layout import dtype_name
+from kvtier.scratch import home
 
 __all__ = ["doctor"]
 
 _LINK_SHARE = 0.75  # pinned copies reach 50 to 57 of 64 GB/s on an H100
 _DRIVE_SHARE = 0.75
 _VRAM_SHARE = 0.9  # the rest is activations, workspaces and fragments
-_READ, _BLOCK = 256 << 20, 1 << 20
+_READ = 256 << 20
 _NEEDS = {"bf16": (8, 0), "fp16": (5, 3), "fp32": (0, 0), "fp8_e4m3": (8, 9), "fp8_e5m2": (8, 9), "int8": (6, 1)}
 """The CUDA compute capability from which a GPU computes with a dtype (NVIDIA, CUDA C++ programming guide)."""
 
@@ -39,12 +41,8 @@ _NEEDS = {"bf16": (8, 0), "fp16": (5, 3), "fp32": (0, 0), "fp8_e4m3": (8, 9), "f
 @click.option("--hw", "hardware", help="The GPU, from the catalog; default: the one that is here.")
 @click.option("--measured", type=click.Path(path_type=Path, dir_okay=False), help="A file of `kvtier kappa calibrate`.")
 @click.option("--link", help='What the drive should deliver, from the catalog or a rate: "6.5GB/s".')
-@click.option(
-    "--dir",
-    "directory",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path(),
-    help="A directory on the drive of the NVMe tier (default: here); what is written there is removed again.",
+@directory_option(
+    "A directory on the drive of the NVMe tier (default: here); what is written there is removed again.", Path()
 )
 @json_option
 @click.pass_context
@@ -173,11 +171,9 @@ def _delivers(name: str, rate: float, nominal: float | None, least: float, how: 
 
 def _drive(directory: Path) -> float:
     """Bytes/s of large reads past the page cache."""
-    if shutil.disk_usage(directory).free < 2 * _READ:
+    if shutil.disk_usage(home(directory)).free < 2 * _READ:
         raise KvtierError(f"{directory} has less than {2 * _READ >> 20} MiB free: give another --dir")
-    with tempfile.TemporaryDirectory(prefix="doctor-", dir=directory) as work:
-        disk = _kvtier.BareDisk(Path(work) / "bare", _READ)
-        return _READ / min(disk.run(False, _BLOCK, 16, 0, _READ // _BLOCK, False)[0] for _ in range(3))
+    return drive_rate(directory, _READ, 16, 3)
 
 
 def _kv_dtype(dtype: str, cuda: _Cuda | None, hardware: str | None) -> Finding:

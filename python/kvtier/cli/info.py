@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import click
 
 from kvtier import _kvtier, machine
 from kvtier.bench.codecs import quick_rates
+from kvtier.bench.nvme import drive_rate
 from kvtier.cli.findings import Finding, show
 from kvtier.cli.output import json_option, size
 from kvtier.config import default_dram
@@ -126,12 +126,9 @@ def _codecs(directory: Path) -> list[Finding]:
     """Which codec each tier would use here, from a quick look at the drive and the codecs."""
     findings = [Finding("codec of memory tiers", None, True, "none: they are faster than any codec")]
     try:
-        with tempfile.TemporaryDirectory(prefix="kvtier-info-", dir=directory) as folder:
-            disk = _kvtier.BareDisk(Path(folder) / "bare", _LOOK)
-            taken, _, _ = disk.run(False, 1 << 20, 4, 0, _LOOK >> 20, False)
+        rate = drive_rate(directory, _LOOK, 4, 1) / 1e9
     except (KvtierError, OSError) as error:
         return [*findings, Finding("codec of an nvme tier", None, None, f"unknown, the drive cannot be tried: {error}")]
-    rate = _LOOK / taken / 1e9
     lossless, lossy = quick_rates(["zstd", "int8"])
     for rates, what in ((lossless, "an nvme tier"), (lossy, "an nvme tier, where a namespace asks for it")):
         pays = rates.pays(rate)
