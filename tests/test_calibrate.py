@@ -127,3 +127,11 @@ def test_the_command(model: Any, tmp_path: Path) -> None:
     refused = CliRunner().invoke(main, [*fixed, "--emulate", "dram"])
     assert refused.exit_code == 2
     assert "is not a limit" in refused.output
+    (tmp_path / "empty").mkdir()
+    for words, message in (
+        [[str(tmp_path / "empty")], "has no config.json"],
+        [[fixed[2], "--dtype", "f7"], "f7 is not known"],
+    ):
+        refused = CliRunner().invoke(main, ["kappa", "calibrate", *words, "--dir", str(tmp_path)])
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.output.split())

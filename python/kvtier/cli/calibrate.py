@@ -101,14 +101,8 @@ def record(found: Measured) -> dict[str, Any]:
 
 def _net(directory: Path, dtype: str, device: str | None) -> Any:
     import torch
-    import transformers
 
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigError(f"--dtype {dtype} is not known; allowed are auto, float32, bfloat16, float16")
-    transformers.utils.logging.disable_progress_bar()
-    kind = dtype if dtype == "auto" else getattr(torch, dtype)
-    net: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=kind, local_files_only=True).eval()
-    return net.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return models.load_net(directory, dtype).to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _limit(text: str) -> tuple[str, float]:

