@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvtier import machine
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "BENCHMARKS.md"
 
@@ -138,16 +140,8 @@ def _reason(name: str) -> str:
 
 
 def _machine() -> str:
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor() or "an unknown processor",
-    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return f"{os.cpu_count()} cores of {model}, {memory:.0f} GB of memory, Linux {platform.release()}"
+    return f"{os.cpu_count()} cores of {machine.cpu_name()}, {memory:.0f} GB of memory, Linux {platform.release()}"
 
 
 if __name__ == "__main__":

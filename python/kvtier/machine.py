@@ -4,6 +4,7 @@ changed.
 
 from __future__ import annotations
 
+import platform
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ __all__ = [
     "NumaNode",
     "PciLink",
     "cpu_flags",
+    "cpu_name",
     "gpus",
     "huge_pages",
     "memlock_bytes",
@@ -176,7 +178,15 @@ def _pcie(speed: str, width: str) -> float:
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     """The features of the first CPU, as the kernel names them. Does not block."""
+    return frozenset(_cpu(root, "flags", "Features").split())
+
+
+def cpu_name(root: Path = Path("/")) -> str:
+    """The first CPU as its maker calls it, or its architecture where the kernel does not say. Does not block."""
+    return _cpu(root, "model name") or platform.machine() or "an unknown processor"
+
+
+def _cpu(root: Path, *names: str) -> str:
+    """The first field of ``/proc/cpuinfo`` that begins so."""
     lines = _text(root / "proc/cpuinfo").splitlines()
-    return frozenset(
-        next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "").split()
-    )
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(names)), "")

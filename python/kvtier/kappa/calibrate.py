@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import platform
 import shutil
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from kvtier import machine
 from kvtier.errors import ConfigError
 from kvtier.kappa.cost import flops, weight_bytes
 from kvtier.kappa.measured import Measured, MeasuredTier
@@ -19,7 +19,7 @@ from kvtier.kappa.passes import Passes
 from kvtier.scratch import scratch
 
 if TYPE_CHECKING:
-    from kvtier.kappa.rig import Rig
+    from kvtier.kappa.rig import Rig, RigTier
 
 __all__ = ["calibrate", "measure"]
 
@@ -84,7 +84,7 @@ def measure(rig: Rig, work: Path, runs: int, emulate_gbs: Mapping[str, float], s
     model = spec_of(rig.model)
     say("passes of the prefill")
     passes, pass_spread = _passes(rig, runs)
-    copy = _median([rig.copy(len(rig.keys)) for _ in range(runs)])
+    copy = median([rig.copy(len(rig.keys)) for _ in range(runs)])
     size = rig.layout.block_bytes
     dram, hit_s = _dram(rig, runs, emulate_gbs.get("dram"), say)
     cxl = () if rig.cxl_node is None else (_cxl(rig, runs, emulate_gbs.get("cxl"), say),)
@@ -117,7 +117,7 @@ def _passes(rig: Rig, runs: int) -> tuple[Passes, float]:
     for _ in range(runs):
         for (k, t), found in times.items():
             found.append(rig.compute(k, t))
-    table = tuple(tuple(_median(times[k, t]) for t in new) for k in cached)
+    table = tuple(tuple(median(times[k, t]) for t in new) for k in cached)
     return Passes(tuple(cached), tuple(new), table), _spread(times[0, rig.chunk])
 
 
@@ -131,11 +131,7 @@ def _dram(rig: Rig, runs: int, gbs: float | None, say: Callable[[str], None]) ->
         hits = [rig.hit(blocks) for _ in range(10 * runs)]
     say("writes to memory")
     writes = [rig.write("dram", Path()) for _ in range(runs)]
-    rates = [whole / seconds for seconds in reads]
-    tier = MeasuredTier(
-        "dram", _median(rates), whole / _median(writes), spread=_spread(rates), emulated=gbs is not None
-    )
-    return tier, _median(hits)
+    return _tier("dram", whole, [whole / seconds for seconds in reads], writes, gbs), median(hits)
 
 
 def _cxl(rig: Rig, runs: int, gbs: float | None, say: Callable[[str], None]) -> MeasuredTier:
@@ -147,8 +143,7 @@ def _cxl(rig: Rig, runs: int, gbs: float | None, say: Callable[[str], None]) -> 
     say(f"writes to NUMA node {rig.cxl_node}")
     writes = [rig.write("cxl", Path()) for _ in range(runs)]
     whole = rig.layout.block_bytes * len(rig.keys)
-    rates = [whole / seconds for seconds in reads]
-    return MeasuredTier("cxl", _median(rates), whole / _median(writes), spread=_spread(rates), emulated=gbs is not None)
+    return _tier("cxl", whole, [whole / seconds for seconds in reads], writes, gbs)
 
 
 def _nvme(rig: Rig, work: Path, runs: int, gbs: float | None, say: Callable[[str], None]) -> tuple[MeasuredTier, float]:
@@ -167,20 +162,20 @@ def _nvme(rig: Rig, work: Path, runs: int, gbs: float | None, say: Callable[[str
         place.mkdir()
         writes.append(rig.write("nvme", place))
         shutil.rmtree(place)
-    whole = rest + rig.layout.block_bytes
-    tier = MeasuredTier(
-        "nvme", _median(rates), whole / _median(writes), spread=_spread(rates), emulated=gbs is not None
-    )
-    return tier, _median(firsts)
+    return _tier("nvme", rest + rig.layout.block_bytes, rates, writes, gbs), median(firsts)
 
 
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values)
+def _tier(
+    kind: RigTier, whole: int, rates: Sequence[float], writes: Sequence[float], gbs: float | None
+) -> MeasuredTier:
+    """A tier from the bytes/s of its reads, and the seconds of its writes of ``whole`` bytes."""
+    written = whole / median(writes)
+    return MeasuredTier(kind, median(rates), written, spread=_spread(rates), emulated=gbs is not None)
 
 
 def _spread(values: Sequence[float]) -> float:
     """(highest - lowest) / median."""
-    return (max(values) - min(values)) / _median(values)
+    return (max(values) - min(values)) / median(values)
 
 
 def _machine(model: Any) -> str:
@@ -188,13 +183,4 @@ def _machine(model: Any) -> str:
 
     if model.device.type == "cuda":
         return f"{torch.cuda.get_device_name(model.device)}, {model.dtype}"
-    names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
-    name = names[0] if names else platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads, {str(model.dtype).removeprefix('torch.')}"
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+    return f"{machine.cpu_name()}, {torch.get_num_threads()} threads, {str(model.dtype).removeprefix('torch.')}"
