@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -27,6 +28,11 @@ class _Blocks:
 
 def _lognormal(rng: random.Random, median: float, sigma: float) -> float:
     return median * math.exp(rng.gauss(0, sigma))
+
+
+def _length(rng: random.Random, median: float, sigma: float) -> int:
+    """So many blocks, log-normal, at least 1."""
+    return max(1, round(_lognormal(rng, median, sigma)))
 
 
 def _prompt(rng: random.Random, chain: list[int], blocks: _Blocks) -> tuple[int, list[int]]:
@@ -89,7 +95,7 @@ def chat(
 
     def session() -> Iterator[tuple[float, int, list[int]]]:
         opening = rng.choices(openings, weights)[0] if openings else []
-        context = opening + blocks.take(max(1, round(_lognormal(rng, first_blocks, 1.0))))
+        context = opening + blocks.take(_length(rng, first_blocks, 1.0))
         while True:
             yield _lognormal(rng, think_s, 1.0), *_prompt(rng, context, blocks)
             if rng.random() < 1 / turns:
@@ -124,12 +130,8 @@ def docqa(
     """
     rng, blocks = random.Random(seed), _Blocks()
     opening = blocks.take(1)
-    library = [opening + blocks.take(max(1, round(_lognormal(rng, document_blocks, 0.8)))) for _ in range(documents)]
-    cumulative = []
-    total = 0.0
-    for n in range(1, documents + 1):
-        total += n**-zipf
-        cumulative.append(total)
+    library = [opening + blocks.take(_length(rng, document_blocks, 0.8)) for _ in range(documents)]
+    cumulative = list(itertools.accumulate(n**-zipf for n in range(1, documents + 1)))
 
     def session() -> Iterator[tuple[float, int, list[int]]]:
         document = rng.choices(library, cum_weights=cumulative)[0]
@@ -172,7 +174,7 @@ def agent(
     opening = blocks.take(20)
 
     def session() -> Iterator[tuple[float, int, list[int]]]:
-        first = opening + blocks.take(max(1, round(_lognormal(rng, first_blocks, 0.5))))
+        first = opening + blocks.take(_length(rng, first_blocks, 0.5))
         context = first
         while True:
             pause = rng.random() < pause_share
