@@ -107,8 +107,9 @@ def test_a_view_is_the_pool(backend: DeviceBackend) -> None:
     assert hasattr(view, "__dlpack__")
     host = view if isinstance(view, np.ndarray) else view.get()
     assert np.array_equal(host, noise(50, 6))
-    with pytest.raises(InvalidBlockError):
-        backend.view(CAPACITY, 1)
+    for at, size in ((CAPACITY, 1), (0, CAPACITY + 1), (-1, 1), (1, -1)):
+        with pytest.raises(InvalidBlockError, match=f"{size} bytes at {at}"):
+            backend.view(at, size)
 
 
 def test_closing_waits_and_ends_everything(backend: DeviceBackend) -> None:

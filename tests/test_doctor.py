@@ -127,7 +127,9 @@ def test_links_from_the_kernel(tmp_path: Path) -> None:
     )
     device("0000:04:00.0", vendor="0x8086", **{"class": "0x030000"})
     (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nflags\t\t: fpu avx512_bf16\n\nprocessor : 1\n")
+    (tmp_path / "proc/cpuinfo").write_text(
+        "processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nflags\t\t: fpu avx512_bf16\n\nprocessor : 1\n"
+    )
     found = machine_links(tmp_path)
     assert [(link.kind, link.address) for link in found] == [("gpu", "0000:01:00.0"), ("nvme", "0000:02:00.0")]
     assert found[0].now == pytest.approx(31.5e9, rel=1e-3)

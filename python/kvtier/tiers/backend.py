@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvtier.config import Size, parse_size
 from kvtier.errors import ClosedError, ConfigError, InvalidBlockError, UnsupportedError
 
-__all__ = ["Copy", "Copying", "DeviceBackend", "check_copies", "open_backend"]
+__all__ = ["Copy", "Copying", "DeviceBackend", "check_copies", "check_place", "open_backend"]
 
 
 class Copy(NamedTuple):
@@ -136,7 +136,12 @@ def check_copies(copies: Sequence[Copy], capacity: int, *, closed: bool) -> None
             raise InvalidBlockError(
                 "a copy takes a C-contiguous uint8 array of one dimension: pass a view of that kind"
             )
-        if not 0 <= at <= capacity - host.nbytes:
-            raise InvalidBlockError(
-                f"a copy of {host.nbytes} bytes at {at} does not lie in the pool, which has {capacity}: give another place"
-            )
+        check_place(at, host.nbytes, capacity)
+
+
+def check_place(at: int, size: int, capacity: int) -> None:
+    """Refuse bytes that do not lie in the pool."""
+    if size < 0 or not 0 <= at <= capacity - size:
+        raise InvalidBlockError(
+            f"{size} bytes at {at} do not lie in the pool, which has {capacity}: give another place"
+        )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.errors import ClosedError, StorageError
-from kvtier.tiers.backend import Copy, Copying, check_copies
+from kvtier.tiers.backend import Copy, Copying, check_copies, check_place
 
 __all__ = ["CupyBackend", "missing"]
 
@@ -159,9 +159,7 @@ class CupyBackend:
         """See :meth:`kvtier.tiers.DeviceBackend.view`."""
         if self._pool is None:
             raise ClosedError("the device's memory is closed: open a backend again")
-        check_copies(
-            [Copy(at, np.empty(0, np.uint8)), Copy(at + size, np.empty(0, np.uint8))], self.capacity, closed=False
-        )
+        check_place(at, size, self.capacity)
         return self._cupy.ndarray((size,), np.uint8, self._cupy.cuda.MemoryPointer(self._memory, at))
 
     def close(self) -> None:

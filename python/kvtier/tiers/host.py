@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.errors import ClosedError, StorageError
-from kvtier.tiers.backend import Copy, Copying, check_copies
+from kvtier.tiers.backend import Copy, Copying, check_copies, check_place
 
 __all__ = ["HostBackend"]
 
@@ -112,7 +112,7 @@ class HostBackend:
         pool = self._pool
         if pool is None:
             raise ClosedError("the device's memory is closed: open a backend again")
-        check_copies([Copy(at, pool[:size])], self.capacity, closed=False)
+        check_place(at, size, self.capacity)
         return pool[at : at + size]
 
     def close(self) -> None:
