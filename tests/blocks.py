@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -44,3 +47,30 @@ def slow_store(dram: Dram, nvme: Nvme, count: int) -> tuple[Store, list[bytes]]:
     store = Store(dram, Nvme(nvme.path, nvme.size, emulate_gbs=0.001))
     assert store.prefetch(names[count:]).result()[0].hit
     return store, names[:count]
+
+
+def verbs_of(store: Store) -> list[Callable[[], Any]]:
+    """A call of each verb that a store refuses once it is closed; its figures can still be read then."""
+    name = key("a")
+    return [
+        lambda: store.put(name, b"a"),
+        lambda: store.put_many([name], [b"a"]),
+        lambda: store.contains([name]),
+        lambda: store.match([name]),
+        lambda: store.get(name),
+        lambda: store.get_into([name], [bytearray(1)]),
+        lambda: store.lease([name]),
+        lambda: store.pin([name]),
+        lambda: store.unpin([name]),
+        lambda: store.remove([name]),
+        lambda: store.prefetch([name]),
+        lambda: store.set_importance([name], [1]),
+        lambda: store.clear(),
+        lambda: store.flush(),
+        lambda: store.prefaulted(),
+        lambda: store.register_region(bytearray(4096)),
+        lambda: asyncio.run(store.aget(name)),
+        lambda: asyncio.run(store.aput(name, b"a")),
+        lambda: asyncio.run(store.alease([name])),
+        lambda: asyncio.run(store.aflush()),
+    ]

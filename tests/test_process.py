@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from blocks import KIB, MIB, key, keys, payload, slow_store
+from blocks import KIB, MIB, key, keys, payload, slow_store, verbs_of
 from kvtier import ClosedError, Dram, FullError, LockedError, Nvme, Store
 from programs import program
 
@@ -44,33 +44,6 @@ def ended_well(child: int) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def verbs_of(store: Store) -> list[Callable[[], Any]]:
-    name = key("a")
-    return [
-        lambda: store.put(name, b"a"),
-        lambda: store.put_many([name], [b"a"]),
-        lambda: store.contains([name]),
-        lambda: store.match([name]),
-        lambda: store.get(name),
-        lambda: store.get_into([name], [bytearray(1)]),
-        lambda: store.lease([name]),
-        lambda: store.pin([name]),
-        lambda: store.unpin([name]),
-        lambda: store.remove([name]),
-        lambda: store.prefetch([name]),
-        lambda: store.set_importance([name], [1]),
-        lambda: store.clear(),
-        lambda: store.flush(),
-        lambda: store.prefaulted(),
-        lambda: store.stats(),
-        lambda: store.register_region(bytearray(4096)),
-        lambda: asyncio.run(store.aget(name)),
-        lambda: asyncio.run(store.aput(name, b"a")),
-        lambda: asyncio.run(store.alease([name])),
-        lambda: asyncio.run(store.aflush()),
-    ]
-
-
 def refused(calls: list[Callable[[], Any]]) -> None:
     for call in calls:
         with pytest.raises(ClosedError, match="a fork has none of its threads"):
@@ -87,7 +60,7 @@ def test_a_fork_is_refused_and_the_parent_goes_on(tiers: tuple[Dram, Nvme]) -> N
         job = store.prefetch([key("a")])
 
         def child() -> None:
-            refused(verbs_of(store))
+            refused([*verbs_of(store), store.stats])
             refused([job.wait, job.done, job.cancel, job.result])
             store.close()  # nothing of the parent's is closed
             lease.release()
@@ -120,7 +93,7 @@ def test_a_fork_drops_what_it_inherits(tiers: tuple[Dram, Nvme]) -> None:
 
         def child() -> None:
             held.clear()
-            refused(verbs_of(store))
+            refused([*verbs_of(store), store.stats])
 
         for _ in range(3):
             in_child(child)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 import kvtier
-from blocks import KIB, MIB, fill, key, keys, payload, slow_store
+from blocks import KIB, MIB, fill, key, keys, payload, slow_store, verbs_of
 from kvtier import (
     ClosedError,
     ConfigError,
@@ -207,26 +207,7 @@ def test_a_closed_store(tiers: tuple[Dram, Nvme]) -> None:
         cache = store.namespace(b"model", LAYOUT)
         job = store.prefetch([name])
         job.result()
-    calls: list[Callable[[], Any]] = [
-        lambda: store.put(name, b"a"),
-        lambda: store.put_many([name], [b"a"]),
-        lambda: store.contains([name]),
-        lambda: store.match([name]),
-        lambda: store.get(name),
-        lambda: store.get_into([name], [bytearray(1)]),
-        lambda: store.lease([name]),
-        lambda: store.pin([name]),
-        lambda: store.unpin([name]),
-        lambda: store.remove([name]),
-        lambda: store.prefetch([name]),
-        lambda: store.set_importance([name], [1]),
-        lambda: store.clear(),
-        lambda: cache.clear(),
-        lambda: store.flush(),
-        lambda: store.prefaulted(),
-        lambda: store.register_region(bytearray(4096)),
-        lambda: cache.put(name, bytes(BLOCK)),
-    ]
+    calls = [*verbs_of(store), cache.clear, lambda: cache.put(name, bytes(BLOCK))]
     for call in calls:
         with pytest.raises(ClosedError, match="the store is closed"):
             call()
