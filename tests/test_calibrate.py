@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from click.testing import CliRunner
 
 from kvtier import Store
@@ -17,23 +16,14 @@ from kvtier.errors import ConfigError, KvtierError
 from kvtier.kappa import Measured, Request, Residency, decide
 from kvtier.kappa.calibrate import calibrate
 from kvtier.kappa.rig import Rig, RigTier
+from test_prefill import build, llama
 
 CHUNK, TOKENS = 32, 64
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return build(llama(num_hidden_layers=2, max_position_embeddings=256))
 
 
 @pytest.fixture(scope="module")

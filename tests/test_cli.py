@@ -18,6 +18,7 @@ from kvtier import Dram, Nvme, Store, codecs
 from kvtier.cli import model as demo_model
 from kvtier.cli import output, prompt
 from kvtier.errors import ConfigError, StorageError
+from test_prefill import llama
 
 
 def kvtier(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
@@ -44,16 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
     torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        eos_token_id=0,
-    )
+    config = llama(vocab_size=257, max_position_embeddings=1024, eos_token_id=0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
