@@ -50,16 +50,13 @@ impl Inner {
     }
 
     fn adopt_one(&self, r: &Recovered) -> Known {
-        let entry = Entry {
-            parent: r.parent,
-            cold: Some(Cold {
-                slot: r.slot,
-                root: r.root,
-                codec: r.codec,
-                stored: r.shape.payload() as u32,
-            }),
-            ..Entry::new(r.id, None, r.namespace, r.plain, r.importance)
-        };
+        let mut entry = Entry::new(r.id, r.namespace, r.plain, r.importance);
+        entry.set_cold(Cold {
+            slot: r.slot,
+            root: r.root,
+            codec: r.codec,
+            stored: r.shape.payload() as u32,
+        });
         let mut shard = self.index.of(&r.id);
         let h = self.index.insert(&mut shard, entry);
         (h, shard.get(h).map_or(0, |entry| entry.epoch))

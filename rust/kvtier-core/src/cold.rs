@@ -150,7 +150,7 @@ impl Inner {
         let Some(entry) = shard.get_mut(h) else {
             return 0;
         };
-        let Some(place) = entry.cold else {
+        let Some(place) = entry.cold() else {
             return 0;
         };
         let id = entry.id;
@@ -165,7 +165,7 @@ impl Inner {
             return 0;
         }
         if in_memory {
-            entry.cold = None;
+            entry.clear_cold();
             order.policy(self.memory.len()).on_remove(h);
             cold.tier.remove(place.slot, &id);
             cold.stats.drops.add(1);
@@ -228,7 +228,7 @@ impl Inner {
             let handles: Vec<Handle> = shard.handles().collect();
             dirty.extend(handles.into_iter().filter_map(|h| {
                 let entry = shard.get(h)?;
-                entry.cold.is_none().then_some((h, entry.epoch))
+                (!entry.is_cold()).then_some((h, entry.epoch))
             }));
         });
         dirty
@@ -243,7 +243,7 @@ impl Inner {
     ) -> Sent {
         let (entry, tier, pin) = {
             let mut shard = self.index.shard(h);
-            let Some(entry) = shard.get_same(h, epoch).filter(|e| e.cold.is_none()) else {
+            let Some(entry) = shard.get_same(h, epoch).filter(|e| !e.is_cold()) else {
                 return Sent::Away;
             };
             let entry = entry.clone();
@@ -269,7 +269,7 @@ impl Inner {
         let (mut count, mut bytes, mut unaffordable) = (0, 0, false);
         for &(h, epoch) in blocks {
             let mut shard = self.index.shard(h);
-            if let Some(entry) = shard.get_same(h, epoch).filter(|e| e.cold.is_none()) {
+            if let Some(entry) = shard.get_same(h, epoch).filter(|e| !e.is_cold()) {
                 count += 1;
                 bytes += entry.shape.payload();
                 unaffordable |= self.is_unaffordable(entry);
@@ -328,7 +328,7 @@ impl Inner {
         let mut shard = self.index.shard(h);
         let Some(entry) = shard
             .get_same(h, epoch)
-            .filter(|e| e.cold.as_ref() == Some(place))
+            .filter(|e| e.cold().as_ref() == Some(place))
         else {
             return Miss::Absent;
         };
@@ -341,7 +341,7 @@ impl Inner {
         }
         cold.tier.quarantine(place.slot, &entry.id);
         if entry.in_memory().is_some() {
-            entry.cold = None;
+            entry.clear_cold();
             self.order.lock().policy(self.memory.len()).on_remove(h);
             return miss;
         }

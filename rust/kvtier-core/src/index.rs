@@ -59,8 +59,6 @@ impl Cold {
 pub struct Entry {
     /// BLAKE3 of namespace and key.
     pub id: Id,
-    /// First half of the parent's id.
-    pub parent: Option<[u8; 16]>,
     /// Tag of the namespace: the first 8 bytes of its digest.
     pub namespace: u64,
     /// Payload bytes and segments.
@@ -75,16 +73,21 @@ pub struct Entry {
     pub root: Root,
     /// First page of its slot in each memory tier, or [`NOWHERE`].
     pub memory: [u32; MEMORY_TIERS],
-    /// Its place on NVMe.
-    pub cold: Option<Cold>,
+    // Its place on NVMe, in pieces that leave no gaps. Without one there are no pages.
+    cold_pages: u32,
+    cold_start: u32,
+    cold_stored: u32,
+    cold_generation: u64,
+    cold_root: Root,
+    cold_codec: u16,
+    cold_path: u8,
 }
 
 impl Entry {
     /// An entry that lies nowhere yet.
-    pub fn new(id: Id, parent: Option<&Id>, namespace: u64, shape: Shape, importance: f32) -> Self {
+    pub fn new(id: Id, namespace: u64, shape: Shape, importance: f32) -> Self {
         Entry {
             id,
-            parent: parent.map(half),
             namespace,
             shape,
             importance,
@@ -92,8 +95,50 @@ impl Entry {
             epoch: 0,
             root: Root([0; 16]),
             memory: [NOWHERE; MEMORY_TIERS],
-            cold: None,
+            cold_pages: 0,
+            cold_start: 0,
+            cold_stored: 0,
+            cold_generation: 0,
+            cold_root: Root([0; 16]),
+            cold_codec: 0,
+            cold_path: 0,
         }
+    }
+
+    /// Does it lie on NVMe?
+    pub fn is_cold(&self) -> bool {
+        self.cold_pages > 0
+    }
+
+    /// Its place on NVMe.
+    pub fn cold(&self) -> Option<Cold> {
+        self.is_cold().then_some(Cold {
+            slot: Slot {
+                path: self.cold_path,
+                start: self.cold_start,
+                pages: self.cold_pages,
+                generation: self.cold_generation,
+            },
+            root: self.cold_root,
+            codec: self.cold_codec,
+            stored: self.cold_stored,
+        })
+    }
+
+    /// Names its place on NVMe.
+    pub fn set_cold(&mut self, place: Cold) {
+        self.cold_path = place.slot.path;
+        self.cold_start = place.slot.start;
+        self.cold_pages = place.slot.pages;
+        self.cold_generation = place.slot.generation;
+        self.cold_root = place.root;
+        self.cold_codec = place.codec;
+        self.cold_stored = place.stored;
+    }
+
+    /// From now on it does not lie on NVMe.
+    pub fn clear_cold(&mut self) {
+        self.cold_pages = 0;
     }
 
     /// The fastest memory tier that holds it, and the slot there.
@@ -104,7 +149,7 @@ impl Entry {
 
     /// Does a tier below memory tier `tier` hold it too?
     pub fn is_below(&self, tier: usize) -> bool {
-        self.cold.is_some() || self.memory[tier + 1..].iter().any(|&s| s != NOWHERE)
+        self.is_cold() || self.memory[tier + 1..].iter().any(|&s| s != NOWHERE)
     }
 
     /// Does any tier but memory tier `tier` hold it too?
@@ -116,7 +161,7 @@ impl Entry {
     pub fn is_lossy(&self) -> bool {
         match self.in_memory() {
             Some(_) => self.lossy,
-            None => self.cold.is_some_and(|cold| cold.is_lossy()),
+            None => self.cold().is_some_and(|cold| cold.is_lossy()),
         }
     }
 
@@ -140,8 +185,8 @@ fn hash(id: &[u8]) -> u64 {
     u64::from_le_bytes(std::array::from_fn(|i| id[i + 8]))
 }
 
-/// Makes `vec` long enough for place `at`. It grows by an eighth at a time: memory that is counted
-/// must not jump.
+/// Makes `vec` long enough for place `at`. It grows by a 32nd at a time: memory that is counted
+/// must not jump, and a large allocation grows without a copy.
 pub(crate) fn grow<T: Clone>(vec: &mut Vec<T>, at: usize, fill: T) {
     if at >= vec.len() {
         make_room(vec, at + 1);
@@ -151,17 +196,36 @@ pub(crate) fn grow<T: Clone>(vec: &mut Vec<T>, at: usize, fill: T) {
 
 fn make_room<T>(vec: &mut Vec<T>, len: usize) {
     if len > vec.capacity() {
-        vec.reserve_exact(len + len / 8 + 1 - vec.len());
+        vec.reserve_exact(len + len / 32 + 1 - vec.len());
     }
 }
 
+/// Room for an entry.
+enum Cell {
+    Used(Entry),
+    /// And the next one that is vacant.
+    Vacant(u32),
+}
+
+impl Cell {
+    fn entry(&self) -> Option<&Entry> {
+        match self {
+            Cell::Used(entry) => Some(entry),
+            Cell::Vacant(_) => None,
+        }
+    }
+}
+
+/// No cell.
+const NIL: u32 = u32::MAX;
+
 /// Part of the index under one lock.
-#[derive(Default)]
 pub struct Shard {
     number: u32,
     table: HashTable<u32>,
-    entries: Vec<Option<Entry>>,
-    vacant: Vec<u32>,
+    cells: Vec<Cell>,
+    /// The first of the vacant cells.
+    vacant: u32,
     epoch: u32,
     /// Loads under way, by handle.
     pub(crate) flights: HashMap<Handle, Arc<Flight>, PlainHash>,
@@ -197,6 +261,17 @@ impl Hasher for PlainHasher {
 }
 
 impl Shard {
+    fn new(number: u32) -> Self {
+        Shard {
+            number,
+            table: HashTable::new(),
+            cells: Vec::new(),
+            vacant: NIL,
+            epoch: 0,
+            flights: HashMap::default(),
+        }
+    }
+
     fn local(&self, h: Handle) -> usize {
         debug_assert_eq!(h & (SHARDS as u32 - 1), self.number);
         (h >> SHARD_BITS) as usize
@@ -208,24 +283,25 @@ impl Shard {
     }
 
     fn find_where(&self, begin: &[u8], same: impl Fn(&Id) -> bool) -> Option<Handle> {
-        let entries = &self.entries;
+        let cells = &self.cells;
         let local = self.table.find(hash(begin), |&local| {
-            entries[local as usize]
-                .as_ref()
-                .is_some_and(|e| same(&e.id))
+            cells[local as usize].entry().is_some_and(|e| same(&e.id))
         })?;
         Some(local << SHARD_BITS | self.number)
     }
 
     /// The entry of a handle.
     pub fn get(&self, h: Handle) -> Option<&Entry> {
-        self.entries.get(self.local(h))?.as_ref()
+        self.cells.get(self.local(h))?.entry()
     }
 
     /// The entry of a handle.
     pub fn get_mut(&mut self, h: Handle) -> Option<&mut Entry> {
         let local = self.local(h);
-        self.entries.get_mut(local)?.as_mut()
+        match self.cells.get_mut(local)? {
+            Cell::Used(entry) => Some(entry),
+            Cell::Vacant(_) => None,
+        }
     }
 
     /// The entry of a handle, if it is still the use of it that had this epoch.
@@ -237,8 +313,8 @@ impl Shard {
     pub fn handles(&self) -> impl Iterator<Item = Handle> + '_ {
         let number = self.number;
         (0u32..)
-            .zip(&self.entries)
-            .filter(|(_, entry)| entry.is_some())
+            .zip(&self.cells)
+            .filter(|(_, cell)| cell.entry().is_some())
             .map(move |(local, _)| local << SHARD_BITS | number)
     }
 
@@ -246,47 +322,45 @@ impl Shard {
         self.epoch = self.epoch.wrapping_add(1);
         entry.epoch = self.epoch;
         let hashed = hash(&entry.id);
-        let local = match self.vacant.pop() {
-            Some(local) => {
-                self.entries[local as usize] = Some(entry);
+        let local = match self.cells.get(self.vacant as usize) {
+            Some(&Cell::Vacant(next)) => {
+                let local = std::mem::replace(&mut self.vacant, next);
+                self.cells[local as usize] = Cell::Used(entry);
                 local
             }
-            None => {
-                let len = self.entries.len() + 1;
-                make_room(&mut self.entries, len);
-                // A removal must not need memory.
-                let room = self.entries.capacity() - self.vacant.len();
-                if self.vacant.capacity() < self.entries.capacity() {
-                    self.vacant.reserve_exact(room);
-                }
-                self.entries.push(Some(entry));
-                self.entries.len() as u32 - 1
+            _ => {
+                let len = self.cells.len() + 1;
+                make_room(&mut self.cells, len);
+                self.cells.push(Cell::Used(entry));
+                len as u32 - 1
             }
         };
-        let entries = &self.entries;
+        let cells = &self.cells;
         self.table.insert_unique(hashed, local, |&l| {
-            entries[l as usize].as_ref().map_or(0, |e| hash(&e.id))
+            cells[l as usize].entry().map_or(0, |e| hash(&e.id))
         });
         local << SHARD_BITS | self.number
     }
 
     fn remove(&mut self, h: Handle) -> Option<Entry> {
         let local = self.local(h);
-        let entry = self.entries.get_mut(local)?.take()?;
+        let cell = self.cells.get_mut(local)?;
+        cell.entry()?;
+        let Cell::Used(entry) = std::mem::replace(cell, Cell::Vacant(self.vacant)) else {
+            return None;
+        };
+        self.vacant = local as u32;
         if let Ok(slot) = self
             .table
             .find_entry(hash(&entry.id), |&l| l as usize == local)
         {
             slot.remove();
         }
-        self.vacant.push(local as u32);
         Some(entry)
     }
 
     fn memory_bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<Option<Entry>>()
-            + self.vacant.capacity() * size_of::<u32>()
-            + self.table.allocation_size()
+        self.cells.capacity() * size_of::<Cell>() + self.table.allocation_size()
     }
 }
 
@@ -300,12 +374,7 @@ pub struct Index {
 impl Default for Index {
     fn default() -> Self {
         let shards: Vec<_> = (0..SHARDS as u32)
-            .map(|number| {
-                Mutex::new(Shard {
-                    number,
-                    ..Shard::default()
-                })
-            })
+            .map(|number| Mutex::new(Shard::new(number)))
             .collect();
         Index {
             bytes: AtomicUsize::new(SHARDS * size_of::<Mutex<Shard>>()),
@@ -389,7 +458,7 @@ mod tests {
 
     fn entry(n: u32) -> Entry {
         let id = *blake3::hash(&n.to_le_bytes()).as_bytes();
-        Entry::new(id, None, 0, Shape::new(4096, 1).unwrap(), 0.0)
+        Entry::new(id, 0, Shape::new(4096, 1).unwrap(), 0.0)
     }
 
     #[test]
@@ -434,10 +503,6 @@ mod tests {
 
     #[test]
     fn an_entry_is_small() {
-        assert!(
-            size_of::<Option<Entry>>() <= 160,
-            "{}",
-            size_of::<Option<Entry>>()
-        );
+        assert_eq!(size_of::<Cell>(), 120);
     }
 }

@@ -166,7 +166,7 @@ impl Inner {
             if entry.in_memory().is_some() {
                 return Found::Resident;
             }
-            let (id, shape, cold) = (entry.id, entry.shape, entry.cold);
+            let (id, shape, cold) = (entry.id, entry.shape, entry.cold());
             if let Some(flight) = shard.flights.get(&block.0)
                 && flight.block == block
             {

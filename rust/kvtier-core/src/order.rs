@@ -126,6 +126,12 @@ impl Order {
         Some(link.parent).filter(|&p| p != NIL)
     }
 
+    /// As [`Order::parent`], of just this use of a handle; `None` if it is gone or going.
+    pub fn parent_of(&self, block: Known) -> Option<Option<Known>> {
+        let known = |h: Handle| (h, self.links[h as usize].epoch);
+        self.alive(block).then(|| self.parent(block.0).map(known))
+    }
+
     /// The block and all that follow it, descendants first. Empty if it is not in the tree.
     pub fn descendants(&self, root: Known) -> Vec<Known> {
         let mut tree = Vec::new();

@@ -154,13 +154,7 @@ impl Inner {
         let bytes = unsafe { pin.bytes_mut(shape.image_len()) };
         let root = image::seal(bytes, shape, &id, 0, 0, &table);
 
-        let mut entry = Entry::new(
-            id,
-            parent.as_ref().map(|p| &p.0),
-            ns.tag(),
-            shape,
-            block.importance,
-        );
+        let mut entry = Entry::new(id, ns.tag(), shape, block.importance);
         entry.root = root;
         entry.memory[0] = pin.start();
         let published = self.publish(entry, parent.map(|p| p.1));
@@ -236,7 +230,7 @@ impl Inner {
         let held = self.leave_places(&mut self.order.lock(), h, entry);
         entry.memory = [NOWHERE; MEMORY_TIERS];
         entry.memory[0] = new.memory[0];
-        entry.cold = None;
+        entry.clear_cold();
         entry.root = new.root;
         entry.lossy = false;
         self.insert_order(0, h, entry);

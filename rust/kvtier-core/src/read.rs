@@ -324,7 +324,7 @@ impl Inner {
         let shard = self.index.of(id);
         let h = shard.find(id)?;
         let entry = shard.get(h)?;
-        let only = entry.in_memory().is_none() && entry.cold.is_some();
+        let only = entry.in_memory().is_none() && entry.is_cold();
         only.then(|| ((h, entry.epoch), entry.shape.payload()))
     }
 
@@ -363,7 +363,7 @@ impl Inner {
         let (shape, cold) = {
             let mut shard = self.index.shard(known.0);
             match shard.get_same(known.0, known.1) {
-                Some(entry) => match entry.cold {
+                Some(entry) => match entry.cold() {
                     Some(cold) if cold.codec == 0 => (entry.shape, cold),
                     _ => return Ok(None),
                 },

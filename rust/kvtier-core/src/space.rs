@@ -475,7 +475,7 @@ impl Inner {
         let meta = order.meta(
             h,
             entry.fingerprint(),
-            match entry.cold {
+            match entry.cold() {
                 Some(cold) if tier == self.memory.len() => cold.slot.pages,
                 _ => entry.shape.pages(),
             },
@@ -509,7 +509,7 @@ impl Inner {
                 held |= memory.arena.is_pinned(start);
             }
         }
-        if let (Some(place), Some(cold)) = (entry.cold, &self.cold) {
+        if let (Some(place), Some(cold)) = (entry.cold(), &self.cold) {
             order.policy(self.memory.len()).on_remove(h);
             cold.tier.remove(place.slot, &entry.id);
         }

@@ -294,7 +294,7 @@ impl Store {
             found.blocks += 1;
             found.tokens += u64::from(ns.layout.tokens(entry.shape));
             found.tiers.push(tier);
-            let bytes = match (entry.in_memory(), entry.cold) {
+            let bytes = match (entry.in_memory(), entry.cold()) {
                 (None, Some(cold)) => u64::from(cold.stored),
                 _ => entry.shape.payload() as u64,
             };

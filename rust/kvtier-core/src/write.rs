@@ -10,7 +10,7 @@ use kvtier_nvme::{IoBuf, Pages, Write};
 use crate::arena::Pin;
 use crate::budget::Budget;
 use crate::cold::Room;
-use crate::index::{Cold, Entry, NOWHERE};
+use crate::index::{Cold, Entry, NOWHERE, half};
 use crate::mover::Load;
 use crate::order::Known;
 use crate::policy::Handle;
@@ -100,6 +100,9 @@ impl Inner {
         };
         let (len, payload) = (entry.shape.image_len(), entry.shape.payload());
         let block = (h, entry.epoch);
+        let Some(parent) = self.parent_name(block) else {
+            return Sent::Away;
+        };
         let coding = self.codings.of(entry.namespace, payload);
         let load = Load {
             bytes: len,
@@ -183,7 +186,7 @@ impl Inner {
         cold.tier.write(Write {
             slot,
             id,
-            parent: entry.parent,
+            parent,
             namespace: entry.namespace,
             shape,
             codec,
@@ -199,6 +202,16 @@ impl Inner {
         Sent::Away
     }
 
+    /// By what the journal names a block's parent, if it has one; `None`: the block is going.
+    fn parent_name(&self, block: Known) -> Option<Option<[u8; 16]>> {
+        let parent = self.order.lock().parent_of(block)?;
+        let Some((h, epoch)) = parent else {
+            return Some(None);
+        };
+        let mut shard = self.index.shard(h);
+        Some(Some(half(&shard.get_same(h, epoch)?.id)))
+    }
+
     /// A block's bytes are on NVMe: names the place, and frees the slot above if nobody reads it.
     fn publish_cold(&self, (h, epoch): Known, id: &Id, place: Cold, from: (usize, u32), why: Why) {
         let (tier, start) = from;
@@ -207,12 +220,12 @@ impl Inner {
         };
         let memory = &self.memory[tier];
         let mut shard = self.index.shard(h);
-        let Some(entry) = shard.get_same(h, epoch).filter(|e| e.cold.is_none()) else {
+        let Some(entry) = shard.get_same(h, epoch).filter(|e| !e.is_cold()) else {
             drop(shard);
             cold.tier.remove(place.slot, id);
             return;
         };
-        entry.cold = Some(place);
+        entry.set_cold(place);
         cold.tier.set_owner(place.slot, h);
         self.insert_order(self.memory.len(), h, entry);
         cold.stats.inserts.add(1);

@@ -16,6 +16,7 @@ mod open;
 mod place;
 mod record;
 mod recover;
+mod runs;
 pub mod slots;
 mod state;
 mod superblock;

@@ -4,7 +4,9 @@
 //! the largest hole is as large as it can be; when holes are plenty but none is large enough,
 //! [`Slots::window`] names the cheapest stretch to clear, and its owners are moved or evicted.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
+
+use crate::runs::Runs;
 
 /// Who owns a run. The meaning belongs to the caller; two values are taken.
 pub type Owner = u32;
@@ -32,7 +34,7 @@ pub struct Run {
 /// A best-fit allocator of page runs over a fixed range.
 #[derive(Debug)]
 pub struct Slots {
-    runs: BTreeMap<u32, (u32, Owner)>,
+    runs: Runs,
     holes: BTreeSet<(u32, u32)>, // (pages, start)
     total: u32,
     free: u32,
@@ -42,7 +44,7 @@ impl Slots {
     /// A range of `pages` pages, all free.
     pub fn new(pages: u32) -> Self {
         let mut slots = Slots {
-            runs: BTreeMap::new(),
+            runs: Runs::new(pages),
             holes: BTreeSet::new(),
             total: pages,
             free: 0,
@@ -68,9 +70,10 @@ impl Slots {
         self.holes.last().map_or(0, |&(pages, _)| pages)
     }
 
-    /// Runs in the range, free ones too: what the allocator itself keeps in memory.
-    pub fn runs(&self) -> usize {
-        self.runs.len()
+    /// Bytes kept in memory.
+    pub fn memory_bytes(&self) -> usize {
+        // Two numbers a hole, in nodes of a tree that are half full at worst.
+        self.runs.memory_bytes() + self.holes.len() * 16
     }
 
     /// Takes `pages` pages from the smallest hole that holds them, lowest address first.
@@ -92,12 +95,14 @@ impl Slots {
 
     /// Takes exactly `[start, start + pages)`; false if any of it is owned.
     pub fn alloc_at(&mut self, start: u32, pages: u32, owner: Owner) -> bool {
-        let Some((&at, &(len, FREE))) = self.runs.range(..=start).next_back() else {
+        let hole = self.runs.down(start).next();
+        let Some(hole) = hole.filter(|run| run.owner == FREE) else {
             return false;
         };
-        let fits = pages > 0 && start.checked_add(pages).is_some_and(|end| end <= at + len);
+        let end = hole.start + hole.pages;
+        let fits = pages > 0 && start.checked_add(pages).is_some_and(|to| to <= end);
         if fits {
-            self.take(at, len, start, pages, owner);
+            self.take(hole.start, hole.pages, start, pages, owner);
         }
         fits
     }
@@ -107,21 +112,23 @@ impl Slots {
     /// # Panics
     /// If no owned run starts there: freeing twice must not pass unseen.
     pub fn free(&mut self, start: u32) {
-        let (mut at, mut pages) = match self.runs.remove(&start) {
+        let (mut at, mut pages) = match self.runs.remove(start) {
             Some((pages, owner)) if owner != FREE => (start, pages),
             other => panic!("page {start} is not the start of an owned run: {other:?}"),
         };
         self.free += pages;
-        if let Some((&before, &(len, FREE))) = self.runs.range(..at).next_back() {
-            self.remove_hole(before, len);
-            at = before;
-            pages += len;
+        let before = self.runs.down(start).next();
+        let after = self.runs.up(start).next();
+        if let Some(hole) = before.filter(|run| run.owner == FREE) {
+            self.remove_hole(hole.start, hole.pages);
+            at = hole.start;
+            pages += hole.pages;
         }
-        if let Some((&after, &(len, FREE))) = self.runs.range(at..).next() {
-            self.remove_hole(after, len);
-            pages += len;
+        if let Some(hole) = after.filter(|run| run.owner == FREE) {
+            self.remove_hole(hole.start, hole.pages);
+            pages += hole.pages;
         }
-        self.runs.insert(at, (pages, FREE));
+        self.runs.insert(at, pages, FREE);
         self.holes.insert((pages, at));
     }
 
@@ -130,26 +137,16 @@ impl Slots {
     /// # Panics
     /// If no owned run starts there.
     pub fn set_owner(&mut self, start: u32, owner: Owner) {
-        match self.runs.get_mut(&start) {
-            Some((_, current)) if *current != FREE => *current = owner,
+        match self.runs.owner_mut(start) {
+            Some(current) if *current != FREE => *current = owner,
             other => panic!("page {start} is not the start of an owned run: {other:?}"),
         }
     }
 
     /// The runs from the one that holds `from` up to page `to`, in address order.
     pub fn iter(&self, from: u32, to: u32) -> impl Iterator<Item = Run> + '_ {
-        let first = self
-            .runs
-            .range(..=from)
-            .next_back()
-            .map_or(from, |(&start, _)| start);
-        self.runs
-            .range(first..to.max(first))
-            .map(|(&start, &(pages, owner))| Run {
-                start,
-                pages,
-                owner,
-            })
+        let first = self.runs.down(from).next().map_or(from, |run| run.start);
+        self.runs.up(first).take_while(move |run| run.start < to)
     }
 
     /// The stretch of at least `pages` pages that costs least to clear: as few owned pages as
@@ -168,7 +165,12 @@ impl Slots {
         for up in [true, false] {
             let mut best: Option<(u32, (u32, u32))> = None;
             for &(_, hole) in self.holes.iter().rev().take(tries) {
-                if let Some((cost, from, to)) = self.grow(hole, pages, up, &mut movable)
+                let found = if up {
+                    cost(self.runs.up(hole), pages, &mut movable)
+                } else {
+                    cost(self.runs.down(hole), pages, &mut movable)
+                };
+                if let Some((cost, from, to)) = found
                     && best.is_none_or(|(least, _)| cost < least)
                 {
                     best = Some((cost, (from, to)));
@@ -181,53 +183,14 @@ impl Slots {
         None
     }
 
-    fn grow(
-        &self,
-        hole: u32,
-        pages: u32,
-        up: bool,
-        movable: &mut impl FnMut(Run) -> bool,
-    ) -> Option<(u32, u32, u32)> {
-        let (mut from, mut to, mut cost) = (hole, hole, 0);
-        let mut visit = |start: u32, len: u32, owner: Owner| {
-            if owner != FREE {
-                let run = Run {
-                    start,
-                    pages: len,
-                    owner,
-                };
-                if owner == LOST || owner == BUSY || !movable(run) {
-                    return None;
-                }
-                cost += len;
-            }
-            (from, to) = (from.min(start), to.max(start + len));
-            Some(to - from >= pages)
-        };
-        if up {
-            for (&start, &(len, owner)) in self.runs.range(hole..) {
-                if visit(start, len, owner)? {
-                    return Some((cost, from, to));
-                }
-            }
-        } else {
-            for (&start, &(len, owner)) in self.runs.range(..=hole).rev() {
-                if visit(start, len, owner)? {
-                    return Some((cost, from, to));
-                }
-            }
-        }
-        None
-    }
-
     fn insert_hole(&mut self, start: u32, pages: u32) {
-        self.runs.insert(start, (pages, FREE));
+        self.runs.insert(start, pages, FREE);
         self.holes.insert((pages, start));
         self.free += pages;
     }
 
     fn remove_hole(&mut self, start: u32, pages: u32) {
-        self.runs.remove(&start);
+        self.runs.remove(start);
         self.holes.remove(&(pages, start));
     }
 
@@ -242,8 +205,29 @@ impl Slots {
         if end < hole_end {
             self.insert_hole(end, hole_end - end);
         }
-        self.runs.insert(start, (pages, owner));
+        self.runs.insert(start, pages, owner);
     }
+}
+
+/// What the first of these neighbouring runs that have `pages` pages together cost to clear, and
+/// where they are.
+fn cost(
+    mut runs: impl Iterator<Item = Run>,
+    pages: u32,
+    movable: &mut impl FnMut(Run) -> bool,
+) -> Option<(u32, u32, u32)> {
+    let (mut from, mut to, mut cost) = (u32::MAX, 0u32, 0);
+    while to.saturating_sub(from) < pages {
+        let run = runs.next()?;
+        match run.owner {
+            FREE => {}
+            LOST | BUSY => return None,
+            _ if !movable(run) => return None,
+            _ => cost += run.pages,
+        }
+        (from, to) = (from.min(run.start), to.max(run.start + run.pages));
+    }
+    Some((cost, from, to))
 }
 
 #[cfg(test)]

@@ -562,7 +562,7 @@ impl Volume {
             free_soon: state.free_soon,
             lost: state.lost,
             bypassed: self.is_bypassed(&state),
-            memory: (state.slots.runs() * 40
+            memory: (state.slots.memory_bytes()
                 + state.uses.len() * 30
                 + state.queue.capacity() * size_of::<Record>()) as u64,
         }

@@ -124,8 +124,7 @@ impl Arena {
 
     /// Bytes that the arena keeps beside its pages.
     pub fn overhead_bytes(&self) -> usize {
-        // A run is a map entry and, if free, a set entry: about 32 bytes with the trees' slack.
-        self.words.len() * size_of::<PinWord>() + self.slots.lock().runs() * 32
+        self.words.len() * size_of::<PinWord>() + self.slots.lock().memory_bytes()
     }
 
     /// The whole mapping, for registering it with a device.

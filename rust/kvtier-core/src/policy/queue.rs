@@ -23,12 +23,47 @@ enum State {
     Passed,
 }
 
+/// What is known of a block, in as few bytes as there are anything to say.
 #[derive(Clone, Copy, Debug, Default)]
 struct Place<R> {
-    key: Key<R>,
-    state: State,
-    /// It has an entry among those set aside, perhaps a stale one.
-    queued: bool,
+    rank: R,
+    /// When it got its rank, above three bits: its state, and whether it has an entry among those
+    /// set aside, perhaps a stale one.
+    word: u64,
+}
+
+impl<R: Copy> Place<R> {
+    fn key(&self) -> Key<R> {
+        (self.rank, self.word >> 3)
+    }
+
+    fn set_key(&mut self, (rank, time): Key<R>) {
+        (self.rank, self.word) = (rank, time << 3 | self.word & 7);
+    }
+
+    fn state(&self) -> State {
+        match self.word & 3 {
+            0 => State::Absent,
+            1 => State::Ready,
+            2 => State::Held,
+            _ => State::Passed,
+        }
+    }
+
+    /// The state it had before.
+    fn set_state(&mut self, state: State) -> State {
+        let before = self.state();
+        self.word = self.word & !3 | state as u64;
+        before
+    }
+
+    fn is_queued(&self) -> bool {
+        self.word & 4 != 0
+    }
+
+    fn set_queued(&mut self, queued: bool) {
+        self.word = self.word & !4 | u64::from(queued) << 2;
+    }
 }
 
 /// Blocks of the lowest rank leave first; of one rank, the one that has had it for longest.
@@ -48,7 +83,7 @@ impl<R: Copy + Ord + Default> Queue<R> {
     /// The rank of a block that is here.
     pub fn rank(&self, block: Handle) -> Option<R> {
         let place = self.places.get(block as usize)?;
-        (place.state != State::Absent).then_some(place.key.0)
+        (place.state() != State::Absent).then_some(place.rank)
     }
 
     /// Blocks here.
@@ -62,8 +97,9 @@ impl<R: Copy + Ord + Default> Queue<R> {
         let key = (rank, self.clock);
         grow(&mut self.places, block as usize, Place::default());
         let place = &mut self.places[block as usize];
-        let before = std::mem::replace(&mut place.key, key);
-        match place.state {
+        let before = place.key();
+        place.set_key(key);
+        match place.state() {
             State::Held => return,
             State::Ready => {
                 self.ready.remove(&(before, block));
@@ -71,7 +107,7 @@ impl<R: Copy + Ord + Default> Queue<R> {
             State::Absent => self.len += 1,
             State::Passed => {}
         }
-        place.state = State::Ready;
+        place.set_state(State::Ready);
         self.ready.insert((key, block));
     }
 
@@ -85,8 +121,8 @@ impl<R: Copy + Ord + Default> Queue<R> {
     /// Takes a block out. Returns the rank it had.
     pub fn remove(&mut self, block: Handle) -> Option<R> {
         let place = self.places.get_mut(block as usize)?;
-        let key = place.key;
-        match std::mem::replace(&mut place.state, State::Absent) {
+        let key = place.key();
+        match place.set_state(State::Absent) {
             State::Absent => return None,
             State::Ready => {
                 self.ready.remove(&(key, block));
@@ -102,16 +138,18 @@ impl<R: Copy + Ord + Default> Queue<R> {
         let Some(place) = self.places.get_mut(block as usize) else {
             return;
         };
-        let key = place.key;
-        match (place.state, held) {
+        let key = place.key();
+        match (place.state(), held) {
             (State::Absent, _) | (State::Held, true) | (State::Ready | State::Passed, false) => {}
             (State::Ready, true) => {
-                place.state = State::Held;
+                place.set_state(State::Held);
                 self.ready.remove(&(key, block));
             }
-            (State::Passed, true) => place.state = State::Held,
+            (State::Passed, true) => {
+                place.set_state(State::Held);
+            }
             (State::Held, false) => {
-                place.state = State::Ready;
+                place.set_state(State::Ready);
                 self.ready.insert((key, block));
             }
         }
@@ -135,8 +173,9 @@ impl<R: Copy + Ord + Default> Queue<R> {
             }
             self.ready.remove(&(key, block));
             let place = &mut self.places[block as usize];
-            place.state = State::Passed;
-            if !std::mem::replace(&mut place.queued, true) {
+            place.set_state(State::Passed);
+            if !place.is_queued() {
+                place.set_queued(true);
                 self.passed.push_back(block);
             }
         }
@@ -152,12 +191,12 @@ impl<R: Copy + Ord + Default> Queue<R> {
                 return;
             };
             let place = &mut self.places[block as usize];
-            if place.state != State::Passed {
-                place.queued = false; // it was used, held or removed since
+            if place.state() != State::Passed {
+                place.set_queued(false); // it was used, held or removed since
             } else if eligible(block) {
-                place.queued = false;
-                place.state = State::Ready;
-                self.ready.insert((place.key, block));
+                place.set_queued(false);
+                place.set_state(State::Ready);
+                self.ready.insert((place.key(), block));
             } else {
                 self.passed.push_back(block);
             }
