@@ -202,19 +202,22 @@ impl Inner {
             dirty: false,
             alone: true,
         };
+        // One is mostly enough, and each costs a search.
+        let mut asked = 1;
+        let mut victims = Vec::with_capacity(BATCH);
         loop {
-            let mut victims = Vec::with_capacity(BATCH);
+            victims.clear();
             self.order
                 .lock()
                 .policy(tier)
-                .victims(BATCH, &mut |_| true, &mut victims);
-            let mut held = false;
+                .victims(asked, &mut |_| true, &mut victims);
+            asked = (2 * asked).min(BATCH);
+            let mut others = false;
             for &h in &victims {
                 match self.evict(tier, h, force) {
                     Left::Freed => made = Made::Room,
-                    Left::Held => held = true,
+                    Left::Held | Left::Gone => others = true,
                     Left::Dirty => return made,
-                    Left::Gone => {}
                 }
                 if made == Made::Room && arena.free_pages() >= pages {
                     return made;
@@ -222,7 +225,7 @@ impl Inner {
             }
             // Held blocks went to the far end of the order: look at the next ones, each once.
             left = left.saturating_sub(victims.len());
-            if victims.is_empty() || left == 0 || !(held || made == Made::Room) {
+            if victims.is_empty() || left == 0 || !(others || made == Made::Room) {
                 if made == Made::Room || !force.alone {
                     return made;
                 }
