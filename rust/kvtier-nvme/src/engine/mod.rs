@@ -36,7 +36,8 @@ pub enum Kind {
     Write,
 }
 
-/// One operation. It owns its buffer until `done` was called.
+/// One operation. It lets go of its buffer before `done` if it is a read, so that whoever waits for
+/// it finds his memory free; a write keeps it until `done` has said where the bytes are now.
 pub struct Op {
     /// Which way.
     pub kind: Kind,

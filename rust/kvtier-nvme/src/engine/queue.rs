@@ -107,7 +107,10 @@ impl Finished {
     /// Tells the owner. To be called without any lock.
     pub(super) fn tell(self) {
         let Finished { op, result } = self;
-        let (done, buf) = (op.done, op.buf);
+        let (done, mut buf) = (op.done, Some(op.buf));
+        if op.kind == Kind::Read {
+            buf = None;
+        }
         let outer = IN_CALLBACK.replace(true);
         // A panic of the owner must not take down the thread that everybody's I/O goes through.
         if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {

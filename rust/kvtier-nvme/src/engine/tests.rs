@@ -150,6 +150,21 @@ fn callbacks_may_submit_and_may_panic() {
 }
 
 #[test]
+fn a_read_lets_go_of_its_memory_before_it_says_so_and_a_write_after() {
+    over_all(1 << 20, |engine, _| {
+        for (kind, held) in [(Kind::Write, true), (Kind::Read, false)] {
+            let buf = filled(4, 5);
+            let (mut op, _) = op(kind, 0, &buf);
+            let (send, answer) = channel();
+            let watched = Arc::downgrade(&buf);
+            op.done = Box::new(move |_| send.send(watched.strong_count()).unwrap());
+            engine.submit(op);
+            assert_eq!(answer.recv().unwrap(), 1 + usize::from(held));
+        }
+    });
+}
+
+#[test]
 fn registered_memory_can_come_and_go() {
     over_all(1 << 20, |engine, _| {
         for round in 0..3 {
