@@ -14,11 +14,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = ["AttentionMass", "block_scores", "watching"]
 
-QUERIES = 8
-"""Queries of a chunk that are looked at, in each layer: evenly spread, the last one always."""
+QUERIES = 32
+"""Queries of a chunk that are looked at in a layer, each by one head of those that share keys, in turn."""
+LAYERS = 3
+"""One of so many layers is looked at: a look costs more for being one than for its queries."""
 SINKS = 4
 """First tokens of a prompt, which every query attends to whatever they say."""
 
+_GOLDEN = (5**0.5 - 1) / 2
 _active = threading.local()
 
 
@@ -27,14 +30,15 @@ class AttentionMass:
 
     Args:
         tokens: how many there are at most.
-        queries: of each pass and layer, how many to look at. Default 8.
+        queries: of each pass, how many to look at in every third layer. Default 32; ``None`` looks at all of them, by all
+            heads, in all layers.
 
     Attributes:
         mass: ``float32[tokens]``: softmax weights, over heads, layers and the queries looked at.
         seen: ``float32[tokens]``: how many of these could see the token.
     """
 
-    def __init__(self, tokens: int, queries: int = QUERIES) -> None:
+    def __init__(self, tokens: int, queries: int | None = QUERIES) -> None:
         self.queries = queries
         self.mass = torch.zeros(tokens)
         self.seen = torch.zeros(tokens)
@@ -48,11 +52,19 @@ class AttentionMass:
 
     @torch.no_grad()
     def look(
-        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float, window: int | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float,
+        window: int | None,
     ) -> None:
         """Count a pass of one layer.
 
         Args:
+            layer: its number. Each layer has queries and heads of its own: the same ones in all layers would say little more
+                than one layer does. Multiples of the golden ratio spread them evenly, however many layers there are.
             query: ``[1, heads, T, width]``, after RoPE.
             key: ``[1, KV heads, K + T, width]``, after RoPE.
             mask: ``[1, 1, T, K + T]``, of flags or of numbers to add; ``None`` for causal.
@@ -60,13 +72,19 @@ class AttentionMass:
             window: tokens that a query sees, itself included; ``None`` for all.
         """
         count, length = query.shape[2], key.shape[2]
-        if query.shape[0] != 1 or length > self.mass.numel():
+        unseen, turn = layer % LAYERS and self.queries is not None, layer // LAYERS
+        if unseen or query.shape[0] != 1 or length > self.mass.numel():
             return
-        step = max(count // self.queries, 1)
-        picked = torch.arange(count - 1, -1, -step, device=query.device)
         heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-        some = query[0, :, picked].view(heads, groups * picked.numel(), -1)
-        scores = (some @ key[0].transpose(1, 2)).float().view(heads, groups, picked.numel(), length) * scaling
+        if self.queries is None:
+            picked = torch.arange(count, device=query.device).repeat(groups)
+            head = torch.arange(groups, device=query.device).repeat_interleave(count)
+        else:
+            step = max(count // self.queries, 1)
+            picked = torch.arange(count - 1 - int(turn * _GOLDEN % 1 * step), -1, -step, device=query.device)
+            head = torch.arange(turn, turn + picked.numel(), device=query.device) % groups
+        some = query[0].view(heads, groups, count, -1)[:, head, picked] * scaling
+        scores = (some @ key[0].transpose(1, 2)).float()
         if mask is not None and mask.dim() == 4:
             rows = mask[0, 0, picked, :length]
             visible = rows if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min / 2
@@ -75,8 +93,8 @@ class AttentionMass:
             visible = keys[None] <= at[:, None]
             if window is not None:
                 visible &= keys[None] > at[:, None] - window
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        self.mass[:length] += weights.sum((0, 1, 2)).cpu() / (heads * groups)
+        weights = scores.masked_fill_(~visible, -torch.inf).softmax(-1)
+        self.mass[:length] += weights.view(-1, length).sum(0).cpu() / heads
         self.seen[:length] += visible.sum(0).cpu()
 
 
@@ -134,7 +152,8 @@ def _register(name: str, base: str) -> None:
         mass: AttentionMass | None = getattr(_active, "mass", None)
         if mass is not None:
             scaling = options.get("scaling") or query.shape[-1] ** -0.5
-            mass.look(query, key, attention_mask, scaling, options.get("sliding_window"))
+            layer = getattr(module, "layer_idx", None) or 0
+            mass.look(layer, query, key, attention_mask, scaling, options.get("sliding_window"))
         return attend(module, query, key, value, attention_mask, *args, **options)
 
     AttentionInterface.register(name, watched)
