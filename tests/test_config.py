@@ -65,7 +65,7 @@ def test_a_size_in_bytes_is_taken_as_it_is(size: int) -> None:
         (lambda: Nvme("a", "1GiB", emulate_gbs=0), "emulate_gbs=0"),
         (lambda: Nvme("a", "1GiB", emulate_gbs=float("inf")), "emulate_gbs=inf"),
         (lambda: StoreConfig((Dram("1GiB"), Dram("1GiB"))), "at most one of each"),
-        (lambda: StoreConfig((Nvme("a", "1GiB"), Dram("1GiB"))), "in the order Dram, Cxl, Nvme"),
+        (lambda: StoreConfig((Nvme("a", "1GiB"), Dram("1GiB"))), "in the order Hbm, Dram, Cxl, Nvme"),
         (lambda: StoreConfig(("4GiB",)), "not a tier"),  # type: ignore[arg-type]
         (lambda: StoreConfig(policy="mru"), "auto, .*, lru, .*, gdsf-leaf"),  # type: ignore[arg-type]
         (lambda: StoreConfig(verify="yes"), "verify='yes'"),  # type: ignore[arg-type]
@@ -173,10 +173,10 @@ def test_a_single_path(tmp_path: Path, key: str) -> None:
         ("[store]\npolcy = 'lru'", ConfigError, "unknown key polcy; allowed are policy, verify, watermarks"),
         ("[store]\npolicy = 'mru'", ConfigError, "policy='mru'"),
         ("[store]\nwatermarks = 0.9", ConfigError, "not a pair"),
-        ("[[tier]]\nsize = '1GiB'", ConfigError, "kind = None; allowed are dram, cxl, nvme"),
+        ("[[tier]]\nsize = '1GiB'", ConfigError, "kind = None; allowed are hbm, dram, cxl, nvme"),
         ("[[tier]]\nkind = 'tape'\nsize = '1GiB'", ConfigError, "kind = 'tape'"),
-        ("[[tier]]\nkind = ['dram']\nsize = '1GiB'", ConfigError, "allowed are dram"),
-        ("[[tier]]\nkind = 'hbm'\nsize = '1GiB'\ndevice = 0", UnsupportedError, "not in this version"),
+        ("[[tier]]\nkind = ['dram']\nsize = '1GiB'", ConfigError, "allowed are hbm"),
+        ("[[tier]]\nkind = 'hbm'\nsize = '1GiB'\npath = 'a'", ConfigError, "unknown key path"),
         ("[[tier]]\nkind = 'dram'\nsize = '1GiB'\ncodec = 'zstd'", UnsupportedError, "codec = 'zstd'"),
         ("[[tier]]\nkind = 'nvme'\nsize = '1GiB'\npath = 'a'\ncodec = 'int8'", ConfigError, "codec='int8'"),
         ("[[tier]]\nkind = 'dram'\nsize = '1GiB'\nnuma_node = 0", ConfigError, "unknown key numa_node"),

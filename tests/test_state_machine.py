@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from blocks import MIB, key, payload
-from kvtier import Cxl, Dram, FullError, KVLayout, Lease, Namespace, Nvme, Store
+from kvtier import Cxl, Dram, FullError, Hbm, KVLayout, Lease, Namespace, Nvme, Store
+from kvtier.tiers import HostBackend
 
 ARENA = 16 * MIB
+POOL = 5 * MIB
 PAGE = 4096
 # Below this no tier is ever full, so nothing may be lost.
 ROOMY = 10 * MIB
@@ -383,9 +385,50 @@ class ThreeTierMachine(DiskMachine):
         return [Dram(ARENA), Cxl(ARENA, numa_node=0), Nvme(self.folder / "kv", 2 * ARENA, engine="threads")]
 
 
+class DeviceMachine(DiskMachine):
+    """A small device above memory and NVMe: what is read there is what was put, whatever came and went meanwhile."""
+
+    def tiers(self) -> list[Any]:
+        return [Hbm(POOL, backend="host"), Dram(ARENA), Nvme(self.folder / "kv", 2 * ARENA)]
+
+    @precondition(some)
+    @rule(number=picks)
+    def bring_up(self, number: int) -> None:
+        block = self.pick(number)
+        wanted = [other.key for other in self.live(block.space)[-8:]]
+        for result in self.spaces[block.space].prefetch(wanted, to="hbm").result():
+            assert result.tier == "hbm" or self.pressed
+
+    @precondition(some)
+    @rule(number=picks)
+    def get_on_device(self, number: int) -> None:
+        block = self.pick(number)
+        wanted = self.live(block.space)[-8:]
+        device = self.store.device
+        assert isinstance(device, HostBackend)
+        outs = [device.empty(len(other.data)) for other in wanted]
+        results = self.spaces[block.space].get_into([other.key for other in wanted], outs)
+        for other, out, result in zip(wanted, outs, results, strict=True):
+            assert (out.tobytes() == other.data) if result.hit else result.reason == "absent"
+
+    @precondition(some)
+    @rule(number=picks)
+    def lease_on_device(self, number: int) -> None:
+        """Whoever leases may scribble there; nobody else sees it."""
+        block = self.pick(number)
+        with self.spaces[block.space].lease([block.key], to="hbm") as lease:
+            (array,) = lease.blocks
+            assert (array is None) == (lease.reasons != [None])
+            if array is not None:
+                assert array.tobytes() == block.data
+                array[:] = 0
+
+
 TestMemory = MemoryMachine.TestCase
 TestMemory.settings = settings(max_examples=15, stateful_step_count=30, phases=[Phase.generate])
 TestDisk = DiskMachine.TestCase
 TestDisk.settings = settings(max_examples=15, stateful_step_count=30, phases=[Phase.generate])
 TestThreeTiers = ThreeTierMachine.TestCase
 TestThreeTiers.settings = settings(max_examples=10, stateful_step_count=30, phases=[Phase.generate])
+TestDevice = DeviceMachine.TestCase
+TestDevice.settings = settings(max_examples=10, stateful_step_count=30, phases=[Phase.generate])

@@ -492,8 +492,8 @@ def test_a_prefetch_is_cancelled(tiers: tuple[Dram, Nvme]) -> None:
 
 
 def test_a_prefetch_into_what_is_not_there(store: Store) -> None:
-    with pytest.raises(UnsupportedError, match="loads to dram or cxl"):
-        store.prefetch([key("a")], to="hbm")
+    with pytest.raises(UnsupportedError, match="brought to hbm, dram, cxl"):
+        store.prefetch([key("a")], to="tape")
 
 
 def test_a_whole_block_goes_straight_into_a_region(tiers: tuple[Dram, Nvme]) -> None:

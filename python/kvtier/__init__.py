@@ -5,7 +5,7 @@
 """
 
 from kvtier._kvtier import Region, __version__
-from kvtier.config import Cxl, Dram, Nvme, StoreConfig
+from kvtier.config import Cxl, Dram, Hbm, Nvme, StoreConfig
 from kvtier.errors import (
     ClosedError,
     ConfigError,
@@ -33,6 +33,7 @@ __all__ = [
     "DeadlineError",
     "Dram",
     "FullError",
+    "Hbm",
     "Identity",
     "InvalidBlockError",
     "Job",

@@ -7,19 +7,23 @@ from typing import Any, final
 from typing_extensions import Buffer
 
 __all__ = [
+    "DEFAULT_TIMEOUT",
     "MISSES",
     "POLICIES",
     "TIERS",
     "BareDisk",
+    "Batch",
     "BlockView",
     "CodecBench",
     "Completions",
     "Core",
     "Counter",
     "DlpackView",
+    "Feed",
     "Job",
     "Lease",
     "Operation",
+    "Placed",
     "Policy",
     "Progress",
     "Region",
@@ -42,6 +46,7 @@ __all__ = [
 ]
 
 TIERS: list[str]
+DEFAULT_TIMEOUT: float
 MISSES: list[str]
 POLICIES: list[str]
 __version__: str
@@ -60,6 +65,7 @@ class Space:
     ) -> Space: ...
     @property
     def digest(self) -> bytes: ...
+    def pieces(self, nbytes: int, layers: _Range, tokens: _Range) -> list[tuple[int, int]]: ...
     def chain(self, tokens: Any, block_tokens: int, partial: bool, extras: Sequence[bytes]) -> list[bytes]: ...
 
 @final
@@ -122,6 +128,25 @@ class Lease:
     def release(self) -> None: ...
 
 @final
+class Feed:
+    def host(self) -> list[tuple[int, int]]: ...
+    def next(self, wait: bool) -> Batch | None: ...
+    def stop(self) -> None: ...
+
+@final
+class Batch:
+    def copies(self) -> list[tuple[int, int, int]]: ...
+    def verify(self) -> None: ...
+    def finish(self, ok: bool) -> None: ...
+
+@final
+class Placed:
+    @property
+    def at(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+@final
 class Region:
     @property
     def nbytes(self) -> int: ...
@@ -181,7 +206,11 @@ class Core:
     def clear(self, space: Space | None) -> int: ...
     def flush(self, timeout: float | None) -> None: ...
     def close(self, timeout: float | None) -> None: ...
-    def prefetch(self, space: Space, keys: Sequence[bytes], to: int, deadline: float | None, priority: int) -> Job: ...
+    def prefetch(self, space: Space, keys: Sequence[bytes], to: str, deadline: float | None, priority: int) -> Job: ...
+    def feed(self) -> Feed | None: ...
+    def place(
+        self, space: Space, keys: Sequence[bytes], layers: _Range, tokens: _Range, take: bool
+    ) -> list[Placed | None]: ...
     def register_region(self, buffer: Buffer) -> Region: ...
     def start_put_many(
         self,

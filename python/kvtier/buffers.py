@@ -14,7 +14,7 @@ from kvtier import _kvtier
 from kvtier.errors import ConfigError, InvalidBlockError
 from kvtier.layout import DTYPES, dtype_name
 
-__all__ = ["export"]
+__all__ = ["check", "export"]
 
 _CPU_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
 
@@ -63,7 +63,7 @@ def _from_torch(tensor: Any, dtype: str | None, shape: Sequence[int] | None, tok
 
     if tensor.device.type != "cpu":
         raise InvalidBlockError(
-            f"a tensor on {tensor.device} was given; this version reads and writes CPU memory: call .cpu() first"
+            f"a tensor on {tensor.device} was given; without an Hbm tier on it, only CPU memory is read and written: call .cpu() first"
         )
     if tensor.layout != torch.strided:
         raise InvalidBlockError(
@@ -79,7 +79,7 @@ def _from_torch(tensor: Any, dtype: str | None, shape: Sequence[int] | None, tok
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous: "
             "call .contiguous() first"
         )
-    _check(str(tensor.dtype), tuple(tensor.shape), dtype, shape, token_axis)
+    check(str(tensor.dtype), tuple(tensor.shape), dtype, shape, token_axis)
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -95,7 +95,7 @@ def _from_numpy(
         )
     if writable and not array.flags.writeable:
         raise InvalidBlockError("a read-only array was given; a target must be writable")
-    _check(array.dtype.name, array.shape, dtype, shape, token_axis)
+    check(array.dtype.name, array.shape, dtype, shape, token_axis)
     return array.reshape(-1).view(np.uint8)
 
 
@@ -112,8 +112,8 @@ def _from_dlpack(
     name = type(obj).__name__
     if hasattr(obj, "__dlpack_device__") and obj.__dlpack_device__()[0] not in _CPU_DEVICES:
         raise InvalidBlockError(
-            f"a {name} on DLPack device {tuple(obj.__dlpack_device__())} was given; this version reads and writes CPU "
-            "memory: copy it to the CPU first"
+            f"a {name} on DLPack device {tuple(obj.__dlpack_device__())} was given; without an Hbm tier on it, only CPU "
+            "memory is read and written: copy it to the CPU first"
         )
     try:
         try:
@@ -125,13 +125,14 @@ def _from_dlpack(
     view = _kvtier.DlpackView(capsule)
     if writable and view.readonly:
         raise InvalidBlockError(f"a read-only {name} was given; a target must be writable")
-    _check(view.dtype, view.shape, dtype, shape, token_axis)
+    check(view.dtype, view.shape, dtype, shape, token_axis)
     return view
 
 
-def _check(
+def check(
     given: str, given_shape: tuple[int, ...], dtype: str | None, shape: Sequence[int] | None, token_axis: int
 ) -> None:
+    """Refuse an array of another dtype or shape than a layout takes; see :func:`export`."""
     if dtype is not None:
         try:
             name = dtype_name(given)

@@ -8,12 +8,15 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.machine import usable_memory
 
-__all__ = ["Cxl", "Dram", "Nvme", "Policy", "Size", "StoreConfig", "Tier", "parse_size"]
+if TYPE_CHECKING:
+    from kvtier.tiers.backend import DeviceBackend
+
+__all__ = ["Cxl", "Dram", "Hbm", "Nvme", "Policy", "Size", "StoreConfig", "Tier", "parse_size"]
 
 Size: TypeAlias = int | str
 """Bytes, or text such as ``"4GiB"`` (powers of 1024) or ``"100GB"`` (powers of 1000)."""
@@ -207,7 +210,39 @@ class Nvme:
             )
 
 
-Tier: TypeAlias = Dram | Cxl | Nvme
+@dataclass(frozen=True)
+class Hbm:
+    """A tier in the memory of a GPU: a pool of copies of what the tiers below hold.
+
+    Args:
+        size: its capacity; see :func:`parse_size`.
+        device: the GPU's number. Default 0.
+        backend: ``"cuda"`` for the GPU through CuPy, ``"host"`` for memory of the process (for tests, and without a
+            GPU), ``"auto"`` (default) for the GPU if it can be used, else the host; or a
+            :class:`kvtier.tiers.DeviceBackend` of the caller's, which the store closes.
+
+    Raises:
+        ConfigError: for a value outside the ones named.
+    """
+
+    size: Size = field(compare=False)
+    device: int = field(default=0, kw_only=True)
+    backend: str | DeviceBackend = field(default="auto", kw_only=True)
+    size_bytes: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size_bytes", parse_size(self.size))
+        if isinstance(self.device, bool) or not isinstance(self.device, int) or self.device < 0:
+            raise ConfigError(f"device={self.device!r} is not a GPU; allowed are whole numbers from 0")
+        from kvtier.tiers.backend import DeviceBackend
+
+        if self.backend not in ("auto", "cuda", "host") and not isinstance(self.backend, DeviceBackend):
+            raise ConfigError(
+                f"backend={self.backend!r} is not known; allowed are auto, cuda, host and a kvtier.tiers.DeviceBackend"
+            )
+
+
+Tier: TypeAlias = Hbm | Dram | Cxl | Nvme
 
 
 @dataclass(frozen=True)
@@ -237,15 +272,16 @@ class StoreConfig:
     def __post_init__(self) -> None:
         tiers = tuple(self.tiers) or (Dram(default_dram()),)
         object.__setattr__(self, "tiers", tiers)
-        order = [Dram, Cxl, Nvme]
+        order = [Hbm, Dram, Cxl, Nvme]
         for tier in tiers:
             if type(tier) not in order:
-                raise ConfigError(f"{tier!r} is not a tier; allowed are Dram(...), Cxl(...) and Nvme(...)")
+                raise ConfigError(f"{tier!r} is not a tier; allowed are Hbm(...), Dram(...), Cxl(...) and Nvme(...)")
         ranks = [order.index(type(tier)) for tier in tiers]
         if ranks != sorted(set(ranks)):
             given = ", ".join(type(tier).__name__ for tier in tiers)
             raise ConfigError(
-                f"the tiers are {given}; allowed is at most one of each, in the order Dram, Cxl, Nvme (an Nvme takes several paths)"
+                f"the tiers are {given}; allowed is at most one of each, in the order Hbm, Dram, Cxl, Nvme (an Nvme takes "
+                "several paths)"
             )
         _choice("policy", self.policy, Policy)
         _flag("verify", self.verify)
@@ -266,13 +302,13 @@ class StoreConfig:
     def from_toml(cls, path: str | Path) -> StoreConfig:
         """Read a store's TOML: a ``[store]`` table with ``policy, verify, watermarks, write_budget`` and a ``[[tier]]`` table a tier.
 
-        A tier has ``kind`` (``"dram"``, ``"cxl"`` or ``"nvme"``), ``size`` and what its kind takes: ``numa_node``,
-        ``path`` or ``device`` (cxl); ``path``, ``paths`` or ``device``, ``engine``, ``codec`` (nvme); ``huge_pages``,
-        ``prefault`` (dram); each also ``emulate_gbs``. Relative paths count from the file's directory.
+        A tier has ``kind`` (``"hbm"``, ``"dram"``, ``"cxl"`` or ``"nvme"``), ``size`` and what its kind takes: ``device``,
+        ``backend`` (hbm); ``numa_node``, ``path`` or ``device`` (cxl); ``path``, ``paths`` or ``device``, ``engine``,
+        ``codec`` (nvme); ``huge_pages``, ``prefault`` (dram); all but hbm also ``emulate_gbs``. Relative paths count from the file's directory.
 
         Raises:
             ConfigError: where the file cannot be read, or holds an unknown table, key or value.
-            UnsupportedError: for ``kind = "hbm"``, or a ``codec`` of a memory tier, which this version does not have.
+            UnsupportedError: for a ``codec`` of a memory tier, which this version does not have.
         """
         path = Path(path)
         try:
@@ -305,6 +341,7 @@ class StoreConfig:
 
 
 _TIER_KEYS: Mapping[str, frozenset[str]] = {
+    "hbm": frozenset({"kind", "size", "device", "backend"}),
     "dram": frozenset({"kind", "size", "huge_pages", "prefault", "emulate_gbs"}),
     "cxl": frozenset({"kind", "size", "numa_node", "path", "device", "emulate_gbs"}),
     "nvme": frozenset({"kind", "size", "path", "paths", "device", "engine", "emulate_gbs", "codec"}),
@@ -313,8 +350,6 @@ _TIER_KEYS: Mapping[str, frozenset[str]] = {
 
 def _tier(table: Mapping[str, Any], base: Path) -> Tier:
     kind = table.get("kind")
-    if kind == "hbm":
-        raise UnsupportedError('kind = "hbm" is not in this version; allowed are dram, cxl and nvme: take the tier out')
     if not isinstance(kind, str) or kind not in _TIER_KEYS:
         raise ConfigError(f"a [[tier]] has kind = {kind!r}; allowed are {', '.join(_TIER_KEYS)}")
     if "codec" in table and kind != "nvme":
@@ -324,6 +359,8 @@ def _tier(table: Mapping[str, Any], base: Path) -> Tier:
     _known(f"the {kind} tier", table, _TIER_KEYS[kind])
     if "size" not in table:
         raise ConfigError(f'the {kind} tier has no size: add one, for example size = "4GiB"')
+    if kind == "hbm":
+        return Hbm(table["size"], **{key: value for key, value in table.items() if key not in ("kind", "size")})
     places = [key for key in ("path", "paths", "device") if key in table]
     if len(places) > 1:
         raise ConfigError(f"the {kind} tier has {' and '.join(places)}: give one of them")

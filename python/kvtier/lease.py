@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtier import _kvtier
 from kvtier.errors import ConfigError
+from kvtier.tiers.hbm import Placed
 
 __all__ = ["Lease"]
 
@@ -22,15 +23,15 @@ class Lease:
 
     Attributes:
         blocks: one producer a key of the buffer protocol and of DLPack (``uint8``, 1-D, on the CPU), ``None`` for a
-            miss.
-        views: the same as memoryviews.
+            miss. Of a lease in HBM: one array of the device, ``uint8[bytes]``.
+        views: the same as memoryviews; of a lease in HBM, the arrays.
         reasons: why each key is a miss; ``None`` for a hit.
     """
 
-    def __init__(self, native: _kvtier.Lease) -> None:
+    def __init__(self, native: _kvtier.Lease | Placed) -> None:
         self._native = native
-        self.blocks: list[_kvtier.BlockView | None] = native.blocks()
-        self.views: list[memoryview | None] = [None if b is None else memoryview(b) for b in self.blocks]
+        self.blocks: list[Any | None] = native.blocks()
+        self.views: list[Any | None] = [memoryview(b) if isinstance(b, _kvtier.BlockView) else b for b in self.blocks]
         self.reasons: Sequence[str | None] = native.reasons
 
     def __len__(self) -> int:
@@ -40,7 +41,7 @@ class Lease:
         """Let go of the blocks; exports that were taken out keep theirs. Releasing twice is allowed.
 
         Args:
-            after: hold them until this has completed: an event or stream with ``synchronize()`` (CUDA, CuPy), something
+            after: hold them until this has completed, which in HBM is the only way to know that no kernel still reads them: an event or stream with ``synchronize()`` (CUDA, CuPy), something
                 with ``wait()``, or a callable that returns when the copy is done. It is waited for on a thread of its
                 own. Default: at once.
 

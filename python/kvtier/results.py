@@ -17,7 +17,7 @@ class Result:
 
     Attributes:
         hit: whether exactly the bytes that were put are there now.
-        tier: ``"dram"``, ``"cxl"`` or ``"nvme"``: where they were found; ``None`` for a miss.
+        tier: ``"hbm"``, ``"dram"``, ``"cxl"`` or ``"nvme"``: where they were found; ``None`` for a miss.
         reason: why it is a miss: ``"absent"``, ``"corrupt"`` (dropped), ``"deadline"`` (it may still arrive),
             ``"full"`` (no memory to load it into), ``"device"`` (the device failed; dropped), ``"codec"`` or
             ``"cancelled"``; ``None`` for a hit.
@@ -69,6 +69,7 @@ class Match:
 # The extension gives one byte a key (rust/kvtier-py/src/core.rs): the values behind it are shared.
 _RESULTS = {code: Result(True, tier) for code, tier in enumerate(_kvtier.TIERS)}
 _RESULTS |= {16 + code: Result(False, None, reason) for code, reason in enumerate(_kvtier.MISSES)}
+_MISSES = {result.reason: result for result in _RESULTS.values()}
 _PUTS = {code: PutResult(True, False, tier) for code, tier in enumerate(_kvtier.TIERS)}
 _PUTS |= {16 + code: PutResult(False, True, tier) for code, tier in enumerate(_kvtier.TIERS)}
 _PUTS |= {32 + i: PutResult(False, False, None, reason) for i, reason in enumerate(("parent", "full", "deadline"))}
@@ -77,6 +78,11 @@ _PUTS |= {32 + i: PutResult(False, False, None, reason) for i, reason in enumera
 def results(codes: bytes) -> list[Result]:
     """Results of the extension's codes."""
     return [_RESULTS[code] for code in codes]
+
+
+def miss(reason: str | None) -> Result:
+    """The result of a key that is a miss for this reason."""
+    return _MISSES[reason]
 
 
 def put_results(codes: bytes) -> list[PutResult]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import _kvtier, aio, canonical, codecs, keys
-from kvtier.config import Cxl, Dram, Nvme, Policy, Size, StoreConfig, Tier
-from kvtier.errors import ClosedError, ConfigError, InvalidBlockError, UnsupportedError
+from kvtier.config import Cxl, Dram, Hbm, Nvme, Policy, Size, StoreConfig, Tier
+from kvtier.errors import ClosedError, ConfigError, DeadlineError, InvalidBlockError, UnsupportedError
 from kvtier.identity import Identity
 from kvtier.job import Job
 from kvtier.keys import Extras, Tokens
@@ -21,13 +23,15 @@ from kvtier.layout import KVLayout
 from kvtier.lease import Lease
 from kvtier.machine import usable_memory
 from kvtier.results import Match, PutResult, Result, put_result, put_results, results
+from kvtier.tiers.backend import DeviceBackend
+from kvtier.tiers.hbm import HbmTier, is_on_host, open_tier
 
 __all__ = ["Namespace", "Span", "Store"]
 
 Span: TypeAlias = range | slice | tuple[int, int] | None
 """A range of layers or tokens: ``range(2, 5)``, ``slice(2, 5)`` or ``(2, 5)``; ``None`` is all of them."""
 
-_MEMORY_TIERS = ("dram", "cxl")
+_GOALS = ("hbm", "dram", "cxl")
 
 
 class Namespace:
@@ -48,8 +52,9 @@ class Namespace:
         digest: the namespace's 32-byte BLAKE3 digest.
     """
 
-    def __init__(self, core: _kvtier.Core, identity: bytes, layout: KVLayout) -> None:
+    def __init__(self, core: _kvtier.Core, identity: bytes, layout: KVLayout, hbm: HbmTier | None = None) -> None:
         self._core = core
+        self._hbm = hbm
         self._space = keys.space_of(identity, layout)
         self.layout = layout
         self.digest: bytes = self._space.digest
@@ -212,21 +217,33 @@ class Namespace:
         layers: Span = None,
         tokens: Span = None,
         timeout: float | None = None,
+        stream: Any = None,
     ) -> list[Result]:
         """Copy blocks, or the same part of each, into the caller's memory, and verify them in the same pass.
 
         Args:
             keys: their keys, in the order of need: later ones load while earlier ones are copied.
-            outs: one writable buffer a key; no two may share memory.
+            outs: one writable buffer a key; no two may share memory. With an :class:`Hbm` tier, all of them may be arrays
+                on its device instead (CuPy, torch CUDA, anything with ``__cuda_array_interface__`` or DLPack): blocks in
+                HBM are copied there on the device, others from memory.
             layers: which layers; default all.
             tokens: which tokens of each block; default all.
             timeout: how long to wait for loads, all together.
+            stream: of arrays on a device, the stream behind whose work the copies run (CuPy's, torch's, or its
+                address); default the current one of the arrays' library.
 
         Returns:
-            One result a key. After a miss the key's buffer holds nothing that may be used. With the reason
-            ``"deadline"`` and a buffer inside a registered region, see :meth:`Store.register_region`.
+            One result a key, once the bytes are there. After a miss the key's buffer holds nothing that may be used. With
+            the reason ``"deadline"`` and a buffer inside a registered region, see :meth:`Store.register_region`; an array
+            on a device may still be written to until its stream has come that far.
         """
         part = _span("layers", layers), _span("tokens", tokens)
+        if self._hbm is not None:
+            outs = list(outs)
+            arrays = self._hbm.arrays(outs, self.layout)
+            if arrays is not None:
+                keys = list(keys)
+                return self._hbm.get_into(self._space, keys, arrays, part, timeout, stream or self._hbm.stream_of(outs))
         return results(self._core.get_into(self._space, keys, outs, *part, timeout))
 
     async def aget(
@@ -254,23 +271,45 @@ class Namespace:
         them, also if the await is cancelled.
         """
         part = _span("layers", layers), _span("tokens", tokens)
+        if self._hbm is not None:
+            outs = list(outs)
+            arrays = self._hbm.arrays(outs, self.layout)
+            if arrays is not None:
+                stream = self._hbm.stream_of(outs)
+                return await asyncio.to_thread(
+                    self._hbm.get_into, self._space, list(keys), arrays, part, timeout, stream
+                )
         codes = await aio.operation(
             lambda to, token: self._core.start_get_into(self._space, keys, outs, *part, timeout, to, token)
         )
         return results(codes)
 
-    def lease(self, keys: Sequence[bytes], *, verify: bool = False, timeout: float | None = None) -> Lease:
+    def lease(
+        self, keys: Sequence[bytes], *, to: str = "memory", verify: bool = False, timeout: float | None = None
+    ) -> Lease:
         """Views of blocks in memory, without a copy; blocks on NVMe are loaded first.
 
         Args:
             keys: their keys.
-            verify: whether to check their bytes now. Default no; loads are always checked.
+            to: ``"memory"`` (default), or ``"hbm"``: arrays on the device of the :class:`Hbm` tier, brought there first.
+                Such a lease takes the copies over, since whoever holds them may write to them: others find the blocks in
+                the tiers below. Release it ``after`` what the last kernel that reads them records.
+            verify: whether to check their bytes now. Default no; loads, and copies to HBM, are always checked.
             timeout: how long to wait for loads, all together.
 
         Returns:
             A context manager with one read-only view a key.
         """
+        if to == "hbm":
+            return Lease(self._tier_in_hbm().lease(self._space, list(keys), timeout))
+        if to != "memory":
+            raise UnsupportedError(f"to={to!r} was given; a lease is in memory or hbm")
         return Lease(self._core.lease(self._space, keys, verify, timeout))
+
+    def _tier_in_hbm(self) -> HbmTier:
+        if self._hbm is None:
+            raise UnsupportedError('to="hbm" was given to a store without that tier: open it with Hbm(...) in front')
+        return self._hbm
 
     async def alease(self, keys: Sequence[bytes], *, verify: bool = False, timeout: float | None = None) -> Lease:
         """As :meth:`lease`, without blocking the event loop."""
@@ -286,7 +325,7 @@ class Namespace:
 
         Args:
             keys: their keys, in the order of need.
-            to: ``"dram"`` (default) or ``"cxl"`` (also satisfied by DRAM).
+            to: ``"dram"`` (default), ``"cxl"`` (also satisfied by DRAM) or ``"hbm"`` (by way of memory).
             deadline: seconds from now; keys that are not there by then become misses. Default none.
             priority: jobs of higher priority go first. Default 0; above 0 their reads also pass others in the device's
                 queue.
@@ -294,10 +333,11 @@ class Namespace:
         Returns:
             The running job, also awaitable. Whoever asks for the same block joins the one load.
         """
-        if to not in _MEMORY_TIERS:
-            raise UnsupportedError(f"to={to!r} was given; this version loads to {' or '.join(_MEMORY_TIERS)}")
-        native = self._core.prefetch(self._space, keys, _MEMORY_TIERS.index(to), deadline, priority)
-        return Job(native)
+        if to not in _GOALS:
+            raise UnsupportedError(f"to={to!r} was given; blocks are brought to {', '.join(_GOALS)}")
+        if to == "hbm":
+            self._tier_in_hbm()
+        return Job(self._core.prefetch(self._space, keys, to, deadline, priority))
 
     async def aprefetch(
         self, keys: Sequence[bytes], *, to: str = "dram", deadline: float | None = None, priority: int = 0
@@ -343,7 +383,7 @@ class Store(Namespace):
     """A tiered store of KV blocks in this process.
 
     Args:
-        tiers: fastest first, at most one of each kind: :class:`Dram`, :class:`Cxl`, :class:`Nvme`. None at all is DRAM
+        tiers: fastest first, at most one of each kind: :class:`Hbm`, :class:`Dram`, :class:`Cxl`, :class:`Nvme`. None at all is DRAM
             of a quarter of what the process may use (cgroup limits respected), at most 8 GiB.
         policy: which block leaves first, always in chain order: ``"lru-leaf"`` (default) or another of docs/POLICIES.md.
         verify: whether reads from memory check the checksums made at put (default). Reads from NVMe always do.
@@ -376,16 +416,27 @@ class Store(Namespace):
         _fits(config.tiers)
         self._progress = _kvtier.Progress()
         high, low = config.watermarks
-        core = _kvtier.Core(
-            [_native(tier) for tier in config.tiers],
-            config.policy,
-            config.verify,
-            high,
-            low,
-            config.write_budget_bytes,
-            self._progress,
-        )
-        super().__init__(core, b"", KVLayout.opaque())
+        first = config.tiers[0]
+        pool = open_tier(first) if isinstance(first, Hbm) else None
+        try:
+            core = _kvtier.Core(
+                [_native(tier) for tier in config.tiers],
+                config.policy,
+                config.verify,
+                high,
+                low,
+                config.write_budget_bytes,
+                self._progress,
+            )
+        except BaseException:
+            if pool is not None:
+                pool.close()
+            raise
+        feed, hbm = core.feed(), None
+        if feed is not None and pool is not None:
+            dram = sum(tier.size_bytes for tier in config.tiers if isinstance(tier, Dram))
+            hbm = HbmTier(core, feed, pool, dram, config.verify)
+        super().__init__(core, b"", KVLayout.opaque(), hbm)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
@@ -435,7 +486,7 @@ class Store(Namespace):
             )
         if codec in codecs.LOSSY:
             text = canonical.encode({"lossy": codec, "of": text})
-        namespace = Namespace(self._core, text, layout)
+        namespace = Namespace(self._core, text, layout, self._hbm)
         tiers = [tier for tier in self.config.tiers if isinstance(tier, Nvme)]
         own = codec or (tiers[0].codec if tiers else None)
         layers = [(planes, heads, dim) for planes, _, heads, dim in codecs.segment_dims(layout, 1)]
@@ -463,6 +514,11 @@ class Store(Namespace):
             until the store is closed.
         """
         return self._core.register_region(buffer)
+
+    @property
+    def device(self) -> DeviceBackend | None:
+        """The pool of the :class:`Hbm` tier, for arrays and copies of the caller's own; ``None`` without one."""
+        return None if self._hbm is None else self._hbm.backend
 
     def prefaulted(self, progress: Callable[[int, int], None] | None = None, timeout: float | None = None) -> bool:
         """Block until all memory is backed; whether it is.
@@ -509,8 +565,18 @@ class Store(Namespace):
             DeadlineError: not all was written in time.
             StorageError: the device failed.
         """
+        ended = True
+        if self._hbm is not None:
+            begun = time.monotonic()
+            timeout = _kvtier.DEFAULT_TIMEOUT if timeout is None else timeout
+            ended = self._hbm.close(timeout)
+            timeout = max(0.0, timeout - (time.monotonic() - begun))
         self._core.close(timeout)
         aio.sweep()
+        if not ended:
+            raise DeadlineError(
+                "copies to the device did not end in time, and are left to themselves: see whether it hangs"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -523,15 +589,19 @@ class Store(Namespace):
 
 def _fits(tiers: Iterable[Tier]) -> None:
     """Refuse more memory than there is: the kernel would end the process when it is touched."""
-    given, usable = sum(tier.size_bytes for tier in tiers if isinstance(tier, Dram)), usable_memory()
+    own = [tier for tier in tiers if isinstance(tier, Dram) or (isinstance(tier, Hbm) and is_on_host(tier))]
+    given, usable = sum(tier.size_bytes for tier in own), usable_memory()
     if given > usable:
+        names = " and ".join(type(tier).__name__ for tier in reversed(own))
         raise ConfigError(
-            f"a Dram tier of {given} bytes was given, and this process may use {usable}. Give less, or make room first"
+            f"a {names} tier of {given} bytes was given, and this process may use {usable}. Give less, or make room first"
         )
 
 
 def _native(tier: Tier) -> dict[str, Any]:
     match tier:
+        case Hbm():
+            return {"kind": "hbm", "size": tier.size_bytes}
         case Dram():
             own: dict[str, Any] = {"kind": "dram", "huge_pages": tier.huge_pages, "prefault": tier.prefault}
         case Cxl():

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kvtier.config import Size, parse_size
 from kvtier.errors import ClosedError, ConfigError, InvalidBlockError, UnsupportedError
 
-__all__ = ["Copy", "Copying", "DeviceBackend", "check_copies", "check_place", "open_backend"]
+__all__ = [
+    "Copy",
+    "Copying",
+    "Delivery",
+    "DeviceBackend",
+    "check_copies",
+    "check_deliveries",
+    "check_place",
+    "open_backend",
+]
 
 
 class Copy(NamedTuple):
@@ -21,6 +30,15 @@ class Copy(NamedTuple):
     """Where they begin in the pool."""
     host: NDArray[np.uint8]
     """``uint8[bytes]``, C-contiguous, on the host: the source of a copy in, the target of a copy out."""
+
+
+class Delivery(NamedTuple):
+    """Bytes to copy into an array of the caller's on the device."""
+
+    source: Any
+    """``uint8[bytes]``, contiguous: of the pool (a view), or on the host."""
+    target: Any
+    """``uint8[bytes]``, contiguous, on the device."""
 
 
 class Copying(Protocol):
@@ -43,6 +61,7 @@ class Copying(Protocol):
         ...
 
 
+@runtime_checkable
 class DeviceBackend(Protocol):
     """A pool of bytes on a device, and two queues of copies: one in, one out.
 
@@ -86,12 +105,58 @@ class DeviceBackend(Protocol):
         """Pool to host, as :meth:`copy_in`."""
         ...
 
-    def view(self, at: int, size: int) -> Any:
-        """``uint8[size]`` of the pool from ``at`` on, without a copy: an object with ``__dlpack__`` on the device."""
+    def view(self, at: int, size: int, keep: Any = None) -> Any:
+        """``uint8[size]`` of the pool from ``at`` on, without a copy: an object with ``__dlpack__`` on the device.
+
+        ``keep`` is kept as long as the view, or an array made from it, is; so is the pool itself.
+        """
+        ...
+
+    def array(self, obj: Any) -> Any | None:
+        """``uint8[bytes]`` over an array of the caller's on this device, without a copy; ``None`` for what lies elsewhere.
+
+        Raises:
+            InvalidBlockError: it is not contiguous, or on another device of this kind.
+        """
+        ...
+
+    def deliver(self, deliveries: Sequence[Delivery], stream: Any = None) -> Copying:
+        """Copy into arrays of the caller's, behind what is queued on ``stream``. Does not block.
+
+        Args:
+            deliveries: the batch. Sources and targets are kept alive until it has ended.
+            stream: a stream of the device's library or of torch, or its address; default the current one.
+        """
+        ...
+
+    def scatter(
+        self, blocks: Sequence[Any], planes: Sequence[Any], slots: Sequence[ArrayLike], stream: Any = None
+    ) -> Copying:
+        """Spread blocks over an engine's paged KV. Does not block.
+
+        Args:
+            blocks: ``uint8[bytes]`` on the device each, in a layout's order.
+            planes: the paged KV, one array a layer and plane in the block's order (keys, then values; one for MLA):
+                ``[pages, page_tokens, heads, head_dim]``, or ``[pages, page_tokens, dim]``, of any dtype. Axes may be
+                permuted views, but the last one is contiguous.
+            slots: of each block, where its tokens go: ``page * page_tokens + place in the page``. No slot twice.
+            stream: as in :meth:`deliver`.
+
+        Raises:
+            InvalidBlockError: shapes, sizes and slots do not fit together; nothing was begun.
+        """
+        ...
+
+    def gather(
+        self, blocks: Sequence[Any], planes: Sequence[Any], slots: Sequence[ArrayLike], stream: Any = None
+    ) -> Copying:
+        """Collect blocks from an engine's paged KV: :meth:`scatter`, the other way."""
         ...
 
     def close(self) -> None:
-        """Block until all copies have ended, forget registered memory, free the pool. Closing twice is allowed."""
+        """Block until all copies have ended, forget registered memory, let go of the pool: it is freed with its last view.
+        Closing twice is allowed.
+        """
         ...
 
 
@@ -137,6 +202,17 @@ def check_copies(copies: Sequence[Copy], capacity: int, *, closed: bool) -> None
                 "a copy takes a C-contiguous uint8 array of one dimension: pass a view of that kind"
             )
         check_place(at, host.nbytes, capacity)
+
+
+def check_deliveries(deliveries: Sequence[Delivery], *, closed: bool) -> None:
+    """Refuse a batch that cannot be copied."""
+    if closed:
+        raise ClosedError("the device's memory is closed: open a backend again")
+    for source, target in deliveries:
+        if source.nbytes != target.nbytes:
+            raise InvalidBlockError(
+                f"{source.nbytes} bytes were given for an array of {target.nbytes}: make them equal"
+            )
 
 
 def check_place(at: int, size: int, capacity: int) -> None:

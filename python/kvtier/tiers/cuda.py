@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from kvtier.errors import ClosedError, StorageError
-from kvtier.tiers.backend import Copy, Copying, check_copies, check_place
+from kvtier.errors import ClosedError, InvalidBlockError, StorageError
+from kvtier.tiers.backend import Copy, Copying, Delivery, check_copies, check_deliveries, check_place
+from kvtier.tiers.paged import check_slots, rows_of
 
 __all__ = ["CupyBackend", "missing"]
 
+_DLPACK_CUDA = 2
 _REGISTER = 1 << 30
 """Bytes registered with the driver at a time: one call for all of a large arena would hold its lock for seconds."""
+
+
+_PAGED = r"""
+// Between blocks and the rows of a paged KV. planes[p]: address, bytes from page to page, from token to token and from head
+// to head, tokens a page, heads, bytes a row, and bytes a token of the planes before it. T divides all of them.
+template <typename T>
+__device__ void spread(const unsigned long long* blocks, const long long* firsts, const long long* slots,
+                       const long long* planes, int inward) {
+    const long long* plane = planes + 8 * blockIdx.y;
+    const long long first = firsts[blockIdx.x], tokens = firsts[blockIdx.x + 1] - first;
+    const long long heads = plane[5], row = plane[6] / sizeof(T), all = tokens * heads * row;
+    T* block = (T*)(blocks[blockIdx.x] + tokens * plane[7]);
+    const long long step = (long long)gridDim.z * blockDim.x;
+    for (long long i = (long long)blockIdx.z * blockDim.x + threadIdx.x; i < all; i += step) {
+        const long long place = i % row, head = i / row % heads, slot = slots[first + i / row / heads];
+        T* paged = (T*)(plane[0] + slot / plane[4] * plane[1] + slot % plane[4] * plane[2] + head * plane[3]) + place;
+        if (inward) *paged = block[i]; else block[i] = *paged;
+    }
+}
+extern "C" __global__ void spread16(const unsigned long long* b, const long long* f, const long long* s,
+                                    const long long* p, int inward) { spread<uint4>(b, f, s, p, inward); }
+extern "C" __global__ void spread4(const unsigned long long* b, const long long* f, const long long* s,
+                                   const long long* p, int inward) { spread<unsigned int>(b, f, s, p, inward); }
+extern "C" __global__ void spread1(const unsigned long long* b, const long long* f, const long long* s,
+                                   const long long* p, int inward) { spread<unsigned char>(b, f, s, p, inward); }
+"""
+_THREADS = 256
 
 
 def missing(device: int = 0) -> str | None:
@@ -109,14 +140,16 @@ class CupyBackend:
         self._under_way: set[_Event] = set()
         with cupy.cuda.Device(device):
             try:
-                self._pool: Any = cupy.cuda.runtime.malloc(capacity)
+                # Freed with the last array over it.
+                self._pool: Any = cupy.cuda.Memory(capacity)
             except cupy.cuda.runtime.CUDARuntimeError as error:
                 free, total = cupy.cuda.runtime.memGetInfo()
                 raise StorageError(
                     f"{self.name} has {free} of {total} bytes free, and the pool needs {capacity} ({error}): ask for less"
                 ) from error
-            self._memory = cupy.cuda.UnownedMemory(self._pool, capacity, self, device)
             self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+            # Compiled with its first use.
+            self._module = cupy.RawModule(code=_PAGED)
 
     def register(self, memory: NDArray[np.uint8]) -> None:
         """See :meth:`kvtier.tiers.DeviceBackend.register`."""
@@ -137,44 +170,179 @@ class CupyBackend:
     def _submit(self, way: int, copies: Sequence[Copy], after: Copying | None) -> _Event:
         runtime, stream = self._cupy.cuda.runtime, self._streams[way]
         kind = (runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost)[way]
+        self._sweep()
         with self._lock, self._cupy.cuda.Device(self._device):
             check_copies(copies, self.capacity, closed=self._pool is None)
             if isinstance(after, _Event):
                 stream.wait_event(after.event)
             elif after is not None:
                 after.wait()
+            pairs = []
             for at, host in copies:
-                place, data = self._pool + at, host.ctypes.data
-                to, source = (place, data) if way == 0 else (data, place)
-                runtime.memcpyAsync(to, source, host.nbytes, kind, stream.ptr)
-            event = _Event(self._cupy, self._device, stream, tuple(copies), self._forget)
-            self._under_way.add(event)
+                place, data = self._pool.ptr + at, host.ctypes.data
+                pairs.append((place, data, host.nbytes) if way == 0 else (data, place, host.nbytes))
+            return self._copy(pairs, kind, stream, tuple(copies))
+
+    def _copy(self, pairs: Sequence[tuple[int, int, int]], kind: int, stream: Any, kept: Sequence[Any]) -> _Event:
+        """Queue copies (to, from, bytes), under the lock. If one is refused, those before it have ended."""
+        try:
+            for to, source, size in pairs:
+                self._cupy.cuda.runtime.memcpyAsync(to, source, size, kind, stream.ptr)
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            stream.synchronize()
+            raise StorageError(f"{self.name} refused a copy ({error}): see whether the device works") from error
+        return self._event(stream, kept)
+
+    def _event(self, stream: Any, kept: Sequence[Any]) -> _Event:
+        event = _Event(self._cupy, self._device, stream, kept, self._forget)
+        self._under_way.add(event)
         return event
+
+    def _sweep(self) -> None:
+        """Let go of what has ended and nobody asked about."""
+        with self._lock:
+            events = tuple(self._under_way)
+        for event in events:
+            with contextlib.suppress(StorageError):
+                event.done()
+
+    def array(self, obj: Any) -> Any | None:
+        """See :meth:`kvtier.tiers.DeviceBackend.array`."""
+        if hasattr(obj, "data_ptr") and hasattr(obj, "is_contiguous"):
+            if not obj.is_cuda:
+                return None
+            import torch
+
+            if not obj.is_contiguous():
+                raise InvalidBlockError(
+                    f"a tensor of shape {tuple(obj.shape)} and strides {obj.stride()} is not contiguous: call .contiguous() first"
+                )
+            obj = obj.detach().reshape(-1).view(torch.uint8)
+        if hasattr(obj, "__cuda_array_interface__"):
+            array = self._cupy.asarray(obj)
+        elif hasattr(obj, "__dlpack_device__") and obj.__dlpack_device__()[0] == _DLPACK_CUDA:
+            array = self._cupy.from_dlpack(obj)
+        else:
+            return None
+        if array.device.id != self._device:
+            raise InvalidBlockError(f"an array on cuda:{array.device.id} was given; this tier is on {self.name}")
+        if not array.flags.c_contiguous:
+            raise InvalidBlockError(
+                f"an array of shape {array.shape} and strides {array.strides} is not contiguous: copy it first"
+            )
+        return array.reshape(-1).view(np.uint8)
+
+    def _stream(self, stream: Any) -> Any:
+        """A stream as CuPy knows it."""
+        if stream is None:
+            return self._cupy.cuda.get_current_stream()
+        if hasattr(stream, "ptr"):
+            return stream
+        return self._cupy.cuda.ExternalStream(int(getattr(stream, "cuda_stream", stream)), self._device)
+
+    def deliver(self, deliveries: Sequence[Delivery], stream: Any = None) -> Copying:
+        """See :meth:`kvtier.tiers.DeviceBackend.deliver`."""
+        self._sweep()
+        with self._lock, self._cupy.cuda.Device(self._device):
+            check_deliveries(deliveries, closed=self._pool is None)
+            pairs = [
+                (
+                    target.data.ptr,
+                    source.ctypes.data if isinstance(source, np.ndarray) else source.data.ptr,
+                    target.nbytes,
+                )
+                for source, target in deliveries
+            ]
+            default = self._cupy.cuda.runtime.memcpyDefault  # the driver knows which side lies where
+            return self._copy(pairs, default, self._stream(stream), tuple(deliveries))
+
+    def scatter(
+        self, blocks: Sequence[Any], planes: Sequence[Any], slots: Sequence[ArrayLike], stream: Any = None
+    ) -> Copying:
+        """See :meth:`kvtier.tiers.DeviceBackend.scatter`."""
+        return self._spread(blocks, planes, slots, stream, True)
+
+    def gather(
+        self, blocks: Sequence[Any], planes: Sequence[Any], slots: Sequence[ArrayLike], stream: Any = None
+    ) -> Copying:
+        """See :meth:`kvtier.tiers.DeviceBackend.gather`."""
+        return self._spread(blocks, planes, slots, stream, False)
+
+    def _spread(
+        self, blocks: Sequence[Any], planes: Sequence[Any], slots: Sequence[ArrayLike], stream: Any, inward: bool
+    ) -> _Event:
+        cupy = self._cupy
+        rows = [rows_of(self._plane(plane)) for plane in planes]
+        where = check_slots(blocks, rows, slots)
+        table, before = [], 0
+        for plane in rows:
+            _, page_tokens, heads, row = plane.shape
+            table.append([plane.data.ptr, *plane.strides[:3], page_tokens, heads, row, before])
+            before += heads * row
+        bases = [block.data.ptr for block in blocks]
+        firsts = np.cumsum([0, *map(len, where)])
+        most = max((len(each) for each in where), default=0) * max((p.shape[2] * p.shape[3] for p in rows), default=0)
+        self._sweep()
+        with self._lock, cupy.cuda.Device(self._device), self._stream(stream) as queue:
+            if self._pool is None:
+                raise ClosedError("the device's memory is closed: open a backend again")
+            if most == 0:
+                return self._event(queue, ())
+            # Tokens a page and heads are counts; everything else is an address, or bytes.
+            common = math.gcd(*bases, *(value for line in table for value in (*line[:4], *line[6:])))
+            width = next(width for width in (16, 4, 1) if common % width == 0)
+            kernel = self._module.get_function(f"spread{width}")
+            arguments = (
+                cupy.asarray(np.array(bases, np.uint64)),
+                cupy.asarray(firsts.astype(np.int64)),
+                cupy.asarray(np.concatenate(where)),
+                cupy.asarray(np.array(table, np.int64)),
+            )
+            grid = (len(blocks), len(rows), min(64, -(-most // (width * _THREADS))))
+            kernel(grid, (_THREADS,), (*arguments, np.int32(inward)))
+            return self._event(queue, (tuple(blocks), rows, arguments))
+
+    def _plane(self, plane: Any) -> Any:
+        """A plane as CuPy knows it: as bytes where it is torch's, some dtypes of which CuPy has not."""
+        if hasattr(plane, "data_ptr"):
+            import torch
+
+            if plane.stride(-1) != 1:
+                raise InvalidBlockError(
+                    f"a plane of strides {plane.stride()} was given; its last axis is contiguous: transpose it"
+                )
+            plane = plane.detach().view(torch.uint8)
+        return self._cupy.asarray(plane)
 
     def _forget(self, event: _Event) -> None:
         with self._lock:
             self._under_way.discard(event)
 
-    def view(self, at: int, size: int) -> Any:
+    def view(self, at: int, size: int, keep: Any = None) -> Any:
         """See :meth:`kvtier.tiers.DeviceBackend.view`."""
-        if self._pool is None:
+        pool = self._pool
+        if pool is None:
             raise ClosedError("the device's memory is closed: open a backend again")
         check_place(at, size, self.capacity)
-        return self._cupy.ndarray((size,), np.uint8, self._cupy.cuda.MemoryPointer(self._memory, at))
+        memory = self._cupy.cuda.UnownedMemory(pool.ptr + at, size, (pool, keep), self._device)
+        return self._cupy.ndarray((size,), np.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
 
     def close(self) -> None:
         """See :meth:`kvtier.tiers.DeviceBackend.close`."""
         with self._lock:
             pool, self._pool = self._pool, None
+            events = tuple(self._under_way)
         if pool is None:
             return
         runtime = self._cupy.cuda.runtime
+        for event in events:
+            with contextlib.suppress(StorageError):
+                event.wait()
         with self._cupy.cuda.Device(self._device):
             for stream in self._streams:
                 stream.synchronize()
             # Before whoever owns that memory unmaps it.
             for at in self._registered:
                 runtime.hostUnregister(at)
-            runtime.free(pool)
         self._registered.clear()
         self._under_way.clear()

@@ -8,12 +8,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from kvtier.errors import ClosedError, StorageError
-from kvtier.tiers.backend import Copy, Copying, check_copies, check_place
+from kvtier.errors import ClosedError, InvalidBlockError, StorageError
+from kvtier.tiers.backend import Copy, Copying, Delivery, check_copies, check_deliveries, check_place
+from kvtier.tiers.paged import check_slots, rows_of
 
-__all__ = ["HostBackend"]
+__all__ = ["HostArray", "HostBackend"]
+
+
+class HostArray(np.ndarray):
+    """An array that counts as one on the host's own "device": :meth:`HostBackend.empty` makes it, and so does a view of
+    one.
+    """
+
+
+class _Kept:
+    """Memory of an array for an array that keeps something alive."""
+
+    def __init__(self, array: NDArray[np.uint8], keep: Any) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self._keep = (array, keep)
 
 
 class _Batch:
@@ -45,7 +60,7 @@ class _Batch:
             if self._work is not None:
                 self._work()
         except Exception as error:
-            self._error = error
+            self._error = error.with_traceback(None)  # whose frames would keep what was copied
         finally:
             self._work = self._after = None  # the host's memory may go
             self._ended.set()
@@ -102,18 +117,93 @@ class HostBackend:
             self._queues[way].put(batch)
         return batch
 
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> HostArray:
+        """An array of the caller's on this device, of any content."""
+        return np.empty(shape, dtype).view(HostArray)
+
+    def array(self, obj: Any) -> HostArray | None:
+        """See :meth:`kvtier.tiers.DeviceBackend.array`."""
+        if not isinstance(obj, HostArray):
+            return None
+        if not obj.flags.c_contiguous:
+            raise InvalidBlockError(
+                f"an array of shape {obj.shape} and strides {obj.strides} is not contiguous: copy it first"
+            )
+        return obj.reshape(-1).view(np.uint8).view(HostArray)
+
+    def deliver(self, deliveries: Sequence[Delivery], stream: Any = None) -> Copying:  # noqa: ARG002
+        """See :meth:`kvtier.tiers.DeviceBackend.deliver`."""
+        given = tuple(deliveries)
+
+        def work() -> None:
+            for source, target in given:
+                target[:] = source
+
+        with self._lock:
+            check_deliveries(given, closed=self._pool is None)
+            batch = _Batch(work, None)
+            self._queues[0].put(batch)
+        return batch
+
+    def scatter(
+        self,
+        blocks: Sequence[Any],
+        planes: Sequence[Any],
+        slots: Sequence[ArrayLike],
+        stream: Any = None,  # noqa: ARG002
+    ) -> Copying:
+        """See :meth:`kvtier.tiers.DeviceBackend.scatter`."""
+        return self._spread(blocks, planes, slots, True)
+
+    def gather(
+        self,
+        blocks: Sequence[Any],
+        planes: Sequence[Any],
+        slots: Sequence[ArrayLike],
+        stream: Any = None,  # noqa: ARG002
+    ) -> Copying:
+        """See :meth:`kvtier.tiers.DeviceBackend.gather`."""
+        return self._spread(blocks, planes, slots, False)
+
+    def _spread(
+        self, blocks: Sequence[Any], planes: Sequence[Any], slots: Sequence[ArrayLike], inward: bool
+    ) -> Copying:
+        rows = [rows_of(_numpy(plane)) for plane in planes]
+        given = list(zip(blocks, check_slots(blocks, rows, slots), strict=True))
+
+        def work() -> None:
+            for block, where in given:
+                at = 0
+                for plane in rows:
+                    _, page_tokens, heads, row = plane.shape
+                    end = at + len(where) * heads * row
+                    part = block[at:end].reshape(len(where), heads, row)
+                    pages, places = where // page_tokens, where % page_tokens
+                    if inward:
+                        plane[pages, places] = part
+                    else:
+                        part[:] = plane[pages, places]
+                    at = end
+
+        with self._lock:
+            if self._pool is None:
+                raise ClosedError("the device's memory is closed: open a backend again")
+            batch = _Batch(work, None)
+            self._queues[0].put(batch)
+        return batch
+
     @staticmethod
     def _serve(jobs: queue.SimpleQueue[_Batch | None]) -> None:
         while (batch := jobs.get()) is not None:
             batch.run()
 
-    def view(self, at: int, size: int) -> NDArray[np.uint8]:
+    def view(self, at: int, size: int, keep: Any = None) -> HostArray:
         """See :meth:`kvtier.tiers.DeviceBackend.view`."""
         pool = self._pool
         if pool is None:
             raise ClosedError("the device's memory is closed: open a backend again")
         check_place(at, size, self.capacity)
-        return pool[at : at + size]
+        return np.asarray(_Kept(pool[at : at + size], keep)).view(HostArray)
 
     def close(self) -> None:
         """See :meth:`kvtier.tiers.DeviceBackend.close`."""
@@ -125,3 +215,17 @@ class HostBackend:
                 jobs.put(None)
         for thread in self._threads:
             thread.join()
+
+
+def _numpy(plane: Any) -> NDArray[Any]:
+    """A plane as an array of bytes; NumPy knows not all dtypes of torch."""
+    if not hasattr(plane, "data_ptr"):
+        return np.asarray(plane)
+    import torch
+
+    if plane.stride(-1) != 1:
+        raise InvalidBlockError(
+            f"a plane of strides {plane.stride()} was given; its last axis is contiguous: transpose it"
+        )
+    array: NDArray[Any] = plane.detach().view(torch.uint8).numpy()
+    return array

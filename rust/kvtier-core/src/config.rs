@@ -68,6 +68,8 @@ pub struct Config {
     pub memory: Vec<Memory>,
     /// The NVMe tier.
     pub nvme: Option<kvtier_nvme::Options>,
+    /// Bytes of a pool on a device, above all of them; see [`crate::hbm`].
+    pub hbm: Option<u64>,
     /// Name of the eviction policy of every tier.
     pub policy: String,
     /// Verify checksums of reads from memory too. Reads from NVMe are always verified.
@@ -94,6 +96,7 @@ impl Config {
         Config {
             memory,
             nvme,
+            hbm: None,
             policy: "lru-leaf".into(),
             verify: true,
             high: 0.98,
@@ -138,6 +141,15 @@ impl Config {
             {
                 return fail("emulate_gbs must be more than 0, in 1e9 bytes a second".into());
             }
+        }
+        if self
+            .hbm
+            .is_some_and(|size| size < MIN_MEMORY || size / PAGE as u64 >= u64::from(u32::MAX - 8))
+        {
+            return fail(format!(
+                "an hbm tier of {} bytes was given; it has {MIN_MEMORY} bytes to 16 TiB",
+                self.hbm.unwrap_or(0)
+            ));
         }
         if !(0.0 < self.low && self.low <= self.high && self.high <= 1.0) {
             return fail(format!(

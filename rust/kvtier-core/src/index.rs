@@ -229,6 +229,8 @@ pub struct Shard {
     epoch: u32,
     /// Loads under way, by handle.
     pub(crate) flights: HashMap<Handle, Arc<Flight>, PlainHash>,
+    /// First page of the slots in HBM, by handle: few blocks lie there, and none only there.
+    hbm: HashMap<Handle, u32, PlainHash>,
 }
 
 /// Handles are small dense numbers: spread them with one multiplication.
@@ -269,6 +271,7 @@ impl Shard {
             vacant: NIL,
             epoch: 0,
             flights: HashMap::default(),
+            hbm: HashMap::default(),
         }
     }
 
@@ -309,6 +312,16 @@ impl Shard {
         self.get_mut(h).filter(|entry| entry.epoch == epoch)
     }
 
+    /// First page of a block's slot in HBM.
+    pub fn hbm(&self, h: Handle) -> Option<u32> {
+        self.hbm.get(&h).copied()
+    }
+
+    /// From now on it does not lie in HBM. Returns where it lay.
+    pub fn clear_hbm(&mut self, h: Handle) -> Option<u32> {
+        self.hbm.remove(&h)
+    }
+
     /// All handles in use.
     pub fn handles(&self) -> impl Iterator<Item = Handle> + '_ {
         let number = self.number;
@@ -343,6 +356,7 @@ impl Shard {
     }
 
     fn remove(&mut self, h: Handle) -> Option<Entry> {
+        debug_assert!(self.hbm(h).is_none(), "its place in HBM is given up first");
         let local = self.local(h);
         let cell = self.cells.get_mut(local)?;
         cell.entry()?;
@@ -360,7 +374,9 @@ impl Shard {
     }
 
     fn memory_bytes(&self) -> usize {
-        self.cells.capacity() * size_of::<Cell>() + self.table.allocation_size()
+        self.cells.capacity() * size_of::<Cell>()
+            + self.table.allocation_size()
+            + self.hbm.allocation_size()
     }
 }
 
@@ -403,6 +419,14 @@ impl Index {
             .fetch_add(shard.memory_bytes() - before, Ordering::Relaxed);
         self.len.fetch_add(1, Ordering::Relaxed);
         h
+    }
+
+    /// Names a block's place in HBM, in its locked shard.
+    pub fn set_hbm(&self, shard: &mut Shard, h: Handle, start: u32) {
+        let before = shard.memory_bytes();
+        shard.hbm.insert(h, start);
+        self.bytes
+            .fetch_add(shard.memory_bytes() - before, Ordering::Relaxed);
     }
 
     /// Takes an entry out of its locked shard.

@@ -9,8 +9,10 @@ use kvtier_codec::checksum::copy;
 use kvtier_codec::image::{self, Id};
 
 use crate::error::Result;
+use crate::hbm::HBM;
 use crate::index::NOWHERE;
-use crate::load::{Found, Miss};
+use crate::load::{Found, Landing, Miss};
+use crate::order::Known;
 use crate::read::Got;
 use crate::store::{Inner, Namespace, Store};
 use crate::workers::Task;
@@ -18,8 +20,20 @@ use crate::workers::Task;
 /// Bytes that prefetches have on their way at once.
 const IN_FLIGHT: usize = 64 << 20;
 
+/// The turn before all others.
+const AT_ONCE: u64 = u64::MAX;
+
 /// How long a prefetch waits for a slot before it gives a block up.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Where a prefetch brings blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Goal {
+    /// This memory tier, or a faster one; the slowest that there is if there are fewer.
+    Memory(usize),
+    /// HBM, by way of memory.
+    Hbm,
+}
 
 /// Called once, when a job is done, on whatever thread finished it. It must not block.
 pub type OnDone = Box<dyn FnOnce() + Send>;
@@ -143,9 +157,25 @@ struct Queued {
     /// Counts down: the earliest of equal priority is the greatest.
     turn: u64,
     next: usize,
+    end: usize,
     ids: Arc<Vec<Id>>,
-    tier: usize,
+    goal: Goal,
     job: Arc<Job>,
+}
+
+impl Queued {
+    /// The key whose turn it is, for another turn right after this one.
+    fn alone(&self) -> Queued {
+        Queued {
+            priority: self.priority,
+            turn: AT_ONCE,
+            next: self.next,
+            end: self.next + 1,
+            ids: self.ids.clone(),
+            goal: self.goal,
+            job: self.job.clone(),
+        }
+    }
 }
 
 impl PartialEq for Queued {
@@ -187,7 +217,7 @@ impl Default for Prefetcher {
                 heap: BinaryHeap::new(),
                 timed: Vec::new(),
                 in_flight: 0,
-                turn: u64::MAX,
+                turn: AT_ONCE,
                 stop: false,
             }),
             changed: Condvar::new(),
@@ -222,10 +252,12 @@ impl Prefetcher {
             queued.job.set_rest(Miss::Cancelled);
             return;
         }
-        state.turn -= 1;
-        queued.turn = state.turn;
-        if queued.job.deadline.is_some() {
-            state.timed.push(queued.job.clone());
+        if queued.turn != AT_ONCE {
+            state.turn -= 1;
+            queued.turn = state.turn;
+            if queued.job.deadline.is_some() {
+                state.timed.push(queued.job.clone());
+            }
         }
         state.heap.push(queued);
         drop(state);
@@ -272,13 +304,12 @@ impl Prefetcher {
 }
 
 impl Store {
-    /// Brings blocks into memory tier `tier` (0 is DRAM), in this order, behind jobs of higher
-    /// priority. Does not block. After `deadline` the keys that are not there yet are misses.
+    /// Brings blocks where `goal` says, in this order, behind jobs of higher priority. Does not block. After `deadline` the keys that are not there yet are misses.
     pub fn prefetch(
         &self,
         ns: &Namespace,
         keys: &[&[u8]],
-        tier: usize,
+        goal: Goal,
         deadline: Option<Instant>,
         priority: i32,
     ) -> Result<Arc<Job>> {
@@ -290,8 +321,9 @@ impl Store {
                 priority,
                 turn: 0,
                 next: 0,
+                end: ids.len(),
                 ids: Arc::new(ids),
-                tier: tier.min(self.inner.memory.len() - 1),
+                goal,
                 job: job.clone(),
             });
         }
@@ -308,7 +340,7 @@ impl Store {
         task: Task,
     ) -> Result<()> {
         const FIRST: i32 = i32::MAX; // somebody waits for it
-        let job = self.prefetch(ns, keys, usize::MAX, Some(deadline), FIRST)?;
+        let job = self.prefetch(ns, keys, Goal::Memory(usize::MAX), Some(deadline), FIRST)?;
         let inner = self.inner.clone();
         job.on_done(Box::new(move || inner.readers.spawn(task)));
         Ok(())
@@ -329,16 +361,9 @@ impl Inner {
             if queued.job.is_over() {
                 continue;
             }
-            let i = queued.next;
-            self.prefetch_one(
-                &queued.ids[i],
-                queued.tier,
-                &queued.job,
-                i,
-                queued.priority > 0,
-            );
+            self.prefetch_one(&queued);
             queued.next += 1;
-            if queued.next < queued.ids.len() {
+            if queued.next < queued.end {
                 // Back to its own place: jobs of higher priority that came meanwhile go first.
                 let mut state = self.prefetcher.state.lock();
                 if state.stop {
@@ -351,49 +376,70 @@ impl Inner {
         }
     }
 
-    fn prefetch_one(
-        self: &Arc<Self>,
-        id: &Id,
-        tier: usize,
-        job: &Arc<Job>,
-        i: usize,
-        urgent: bool,
-    ) {
-        let (known, place, bytes) = {
+    fn prefetch_one(self: &Arc<Self>, queued: &Queued) {
+        let (job, i) = (&queued.job, queued.next);
+        let id = &queued.ids[i];
+        let (known, place, in_hbm, bytes) = {
             let shard = self.index.of(id);
             let Some((h, entry)) = shard.find(id).and_then(|h| Some((h, shard.get(h)?))) else {
                 drop(shard);
                 return job.set(i, Err(Miss::Absent));
             };
-            ((h, entry.epoch), entry.in_memory(), entry.shape.image_len())
+            let (known, bytes) = ((h, entry.epoch), entry.shape.image_len());
+            (known, entry.in_memory(), shard.hbm(h).is_some(), bytes)
         };
-        match place {
-            Some((at, _)) if at <= tier => return job.set(i, Ok(self.memory[at].name)),
-            Some((at, _)) => {
-                let got = if self.promote(known.0, known.1, at) {
-                    tier
-                } else {
-                    at
-                };
-                return job.set(i, Ok(self.memory[got].name));
-            }
-            None => {}
-        }
         let patience = Instant::now() + PATIENCE;
         let deadline = job.deadline.map_or(patience, |at| at.min(patience));
-        match self.load(known, urgent, false, deadline) {
+        match (place, queued.goal) {
+            (_, Goal::Hbm) if in_hbm => return job.set(i, Ok(HBM)),
+            (Some(_), Goal::Hbm) => return self.lift_for(known, bytes, deadline, job, i),
+            (Some((at, _)), Goal::Memory(tier)) => {
+                let tier = tier.min(self.memory.len() - 1);
+                let promoted = at > tier && self.promote(known.0, known.1, at);
+                let got = if promoted { tier } else { at };
+                return job.set(i, Ok(self.memory[got].name));
+            }
+            (None, _) => {}
+        }
+        match self.load(known, queued.priority > 0, false, deadline) {
+            // Into HBM it goes in a turn of its own: this thread may wait for room there.
+            Found::Resident if queued.goal == Goal::Hbm => self.prefetcher.push(queued.alone()),
             Found::Resident => job.set(i, Ok(self.memory[0].name)),
             Found::Nowhere => job.set(i, Err(Miss::Absent)),
             Found::Failed(miss) => job.set(i, Err(miss)),
             Found::Flying(flight) => {
                 self.prefetcher.state.lock().in_flight += bytes;
-                let (inner, job) = (self.clone(), job.clone());
+                let (inner, job, goal) = (self.clone(), job.clone(), queued.goal);
+                let again = queued.alone();
                 flight.course.on_landing(Box::new(move |landing| {
                     inner.prefetcher.landed(bytes);
-                    job.set(i, landing.map(|()| inner.memory[0].name));
+                    match landing {
+                        Ok(()) if goal == Goal::Hbm => inner.prefetcher.push(again),
+                        landing => job.set(i, landing.map(|()| inner.memory[0].name)),
+                    }
                 }));
             }
         }
+    }
+
+    /// Has a block copied from memory to HBM for a job.
+    fn lift_for(
+        self: &Arc<Self>,
+        known: Known,
+        bytes: usize,
+        deadline: Instant,
+        job: &Arc<Job>,
+        i: usize,
+    ) {
+        self.prefetcher.state.lock().in_flight += bytes;
+        let (inner, job) = (Arc::downgrade(self), job.clone());
+        let told = move |how: Landing| {
+            if let Some(inner) = inner.upgrade() {
+                inner.prefetcher.landed(bytes);
+            }
+            job.set(i, how.map(|()| HBM));
+        };
+        self.lift(known, deadline, Box::new(told));
     }
 
     /// Copies a block from a lower memory tier into DRAM, where it stays clean: dropping it there

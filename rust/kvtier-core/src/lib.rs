@@ -14,6 +14,7 @@ mod direct;
 pub mod error;
 mod flight;
 pub mod fork;
+pub mod hbm;
 pub mod index;
 pub mod jobs;
 pub mod key;
@@ -32,6 +33,7 @@ mod report;
 mod space;
 pub mod stats;
 pub mod store;
+mod transfers;
 pub mod workers;
 mod write;
 

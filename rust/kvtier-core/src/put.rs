@@ -209,21 +209,21 @@ impl Inner {
         if shape.is_some() && entry.is_lossy() {
             return Ok(None);
         }
-        let (tier, name) = self.nearest(entry);
-        self.order.lock().policy(tier).on_hit(h);
-        Ok(Some(name))
+        self.order.lock().policy(self.below_hbm(entry)).on_hit(h);
+        Ok(Some(self.nearest(&shard, h, entry)))
     }
 
-    /// The fastest tier that holds a block, and its name.
-    pub(crate) fn nearest(&self, entry: &Entry) -> (usize, &'static str) {
-        let tier = entry
-            .in_memory()
-            .map_or(self.memory.len(), |(tier, _)| tier);
-        (tier, self.tier_name(tier))
+    /// The name of the fastest tier that holds a block.
+    pub(crate) fn nearest(&self, shard: &Shard, h: Handle, entry: &Entry) -> &'static str {
+        self.tier_name(match shard.hbm(h) {
+            None => self.below_hbm(entry),
+            Some(_) => self.tiers(),
+        })
     }
 
     /// Puts an exact copy in the place of those that lack something.
     fn replace_lossy(&self, shard: &mut Shard, h: Handle, new: &Entry) -> Put {
+        self.leave_hbm(shard, &mut self.order.lock(), h);
         let Some(entry) = shard.get_mut(h) else {
             return Put::Present(self.memory[0].name);
         };
@@ -254,8 +254,7 @@ impl Inner {
             if other.is_lossy() {
                 return self.replace_lossy(&mut shard, h, &entry);
             }
-            let (_, name) = self.nearest(other);
-            return Put::Present(name);
+            return Put::Present(self.nearest(&shard, h, other));
         }
         let (fingerprint, pages, importance) =
             (entry.fingerprint(), entry.shape.pages(), entry.importance);

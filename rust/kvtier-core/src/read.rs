@@ -10,6 +10,7 @@ use crate::arena::Pin;
 use crate::direct::{Direct, Part};
 use crate::error::{Error, Kind, Result};
 use crate::flight::Wait;
+use crate::hbm::HBM;
 use crate::layout::{Piece, Selection};
 use crate::load::{Flight, Found, Miss};
 use crate::order::Known;
@@ -315,7 +316,11 @@ impl Inner {
     }
 
     pub(crate) fn tier_name(&self, tier: usize) -> &'static str {
-        self.memory.get(tier).map_or(NVME, |m| m.name)
+        match self.memory.get(tier) {
+            Some(m) => m.name,
+            None if tier == self.tiers() => HBM,
+            None => NVME,
+        }
     }
 
     /// The block, and its payload bytes, if it lies on NVMe only.

@@ -2,13 +2,14 @@
 
 use kvtier_codec::image::PAGE;
 
+use crate::hbm::HBM;
 use crate::stats::{Summary, TierStats};
 use crate::store::{NVME, Store};
 
 /// The state of one tier.
 #[derive(Clone, Debug)]
 pub struct TierReport {
-    /// `dram`, `cxl` or `nvme`.
+    /// `hbm`, `dram`, `cxl` or `nvme`.
     pub name: &'static str,
     /// The configured size.
     pub size: u64,
@@ -66,8 +67,23 @@ impl Store {
                 ("errors", s.errors.get()),
             ]
         };
+        let page = |pages: u32| u64::from(pages) * PAGE as u64;
+        if let Some(hbm) = &inner.hbm {
+            let (pages, free) = (hbm.arena.pages(), hbm.arena.free_pages());
+            tiers.push(TierReport {
+                name: HBM,
+                size: hbm.size,
+                capacity: page(pages),
+                used: page(pages.saturating_sub(free)),
+                blocks: inner.order.lock().policy(inner.tiers()).len() as u64,
+                prefaulted: hbm.size,
+                quarantined: 0,
+                emulated: false,
+                counters: counters(&hbm.stats),
+                get: hbm.stats.get.summary(),
+            });
+        }
         for (i, m) in inner.memory.iter().enumerate() {
-            let page = |pages: u32| u64::from(pages) * PAGE as u64;
             let (pages, free) = (m.arena.pages(), m.arena.free_pages());
             tiers.push(TierReport {
                 name: m.name,

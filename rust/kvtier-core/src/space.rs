@@ -9,6 +9,7 @@ use kvtier_nvme::slots::{BUSY, FREE, LOST, Run};
 
 use crate::arena::Pin;
 use crate::error::{Error, Kind, Result};
+use crate::hbm;
 use crate::index::{Entry, NOWHERE, Shard};
 use crate::order::{Known, Order};
 use crate::policy::Handle;
@@ -464,7 +465,9 @@ impl Inner {
             + self
                 .memory
                 .iter()
-                .map(|m| m.arena.overhead_bytes())
+                .map(|m| &m.arena)
+                .chain(self.hbm.iter().map(|hbm| &hbm.arena))
+                .map(|arena| arena.overhead_bytes())
                 .sum::<usize>()
             + self
                 .cold
@@ -479,6 +482,7 @@ impl Inner {
             h,
             entry.fingerprint(),
             match entry.cold() {
+                _ if tier == self.tiers() => hbm::pages(entry.shape),
                 Some(cold) if tier == self.memory.len() => cold.slot.pages,
                 _ => entry.shape.pages(),
             },
@@ -490,6 +494,7 @@ impl Inner {
     /// Takes an entry without children out of the store, wherever it lies. Slots that are held are
     /// freed when they are let go.
     pub(crate) fn drop_entry(&self, shard: &mut Shard, order: &mut Order, h: Handle) {
+        self.leave_hbm(shard, order, h);
         let Some(entry) = self.index.remove(shard, h) else {
             return;
         };
@@ -500,7 +505,7 @@ impl Inner {
         order.detach(h);
     }
 
-    /// Gives up all places of an entry; slots that are held are freed when they are let go. Says
+    /// Gives up all places of an entry below HBM; slots that are held are freed when they are let go. Says
     /// whether one is.
     pub(crate) fn leave_places(&self, order: &mut Order, h: Handle, entry: &Entry) -> bool {
         let mut held = false;
@@ -517,6 +522,14 @@ impl Inner {
             cold.tier.remove(place.slot, &entry.id);
         }
         held
+    }
+
+    /// Gives up a block's place in HBM; a slot that is held is freed when it is let go.
+    pub(crate) fn leave_hbm(&self, shard: &mut Shard, order: &mut Order, h: Handle) {
+        if let (Some(start), Some(hbm)) = (shard.clear_hbm(h), &self.hbm) {
+            order.policy(self.tiers()).on_remove(h);
+            hbm.arena.retire(start);
+        }
     }
 
     /// Removes a block and all that follow it. Returns how many were removed.

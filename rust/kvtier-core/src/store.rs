@@ -16,6 +16,7 @@ use crate::coding::{Coding, Codings};
 use crate::config::{Config, Memory, Progress};
 use crate::error::{Error, Kind, Result};
 use crate::fork;
+use crate::hbm::{HBM, HbmTier};
 use crate::index::{Index, NOWHERE};
 use crate::jobs::Prefetcher;
 use crate::key;
@@ -65,6 +66,7 @@ pub(crate) struct Inner {
     pub(crate) order: Mutex<Order>,
     pub(crate) memory: Vec<MemoryTier>,
     pub(crate) cold: Option<ColdTier>,
+    pub(crate) hbm: Option<Arc<HbmTier>>,
     pub(crate) mover: Mover,
     pub(crate) codings: Codings,
     pub(crate) prefetcher: Prefetcher,
@@ -202,6 +204,10 @@ impl Store {
                 (Some(cold), recovered)
             }
         };
+        let hbm = config.hbm.map(|size| Arc::new(HbmTier::new(size)));
+        if let Some(hbm) = &hbm {
+            policies.push(policy::in_chains(&config.policy, hbm.arena.pages().into())?);
+        }
         let cores = std::thread::available_parallelism().map_or(2, usize::from);
         let start = |name: &str, n| Workers::new(name, n).map_err(|e| no_thread(name, &e));
         let codings = Codings::new(memory.first().map_or(0, |m| m.size as usize));
@@ -215,6 +221,7 @@ impl Store {
             codings,
             memory,
             cold,
+            hbm,
             prefetcher: Prefetcher::default(),
             workers: start("kvtier-verify", cores.clamp(2, 4))?,
             readers: start("kvtier-reader", cores.clamp(2, 4))?,
@@ -287,15 +294,15 @@ impl Store {
         for key in keys {
             let id = key::id(&ns.digest, key)?;
             let shard = self.inner.index.of(&id);
-            let Some(entry) = shard.find(&id).and_then(|h| shard.get(h)) else {
+            let Some((h, entry)) = shard.find(&id).and_then(|h| Some((h, shard.get(h)?))) else {
                 break;
             };
-            let (_, tier) = self.inner.nearest(entry);
+            let tier = self.inner.nearest(&shard, h, entry);
             found.blocks += 1;
             found.tokens += u64::from(ns.layout.tokens(entry.shape));
             found.tiers.push(tier);
             let bytes = match (entry.in_memory(), entry.cold()) {
-                (None, Some(cold)) => u64::from(cold.stored),
+                (None, Some(cold)) if tier != HBM => u64::from(cold.stored),
                 _ => entry.shape.payload() as u64,
             };
             match found.bytes.iter_mut().find(|(name, _)| *name == tier) {
@@ -362,7 +369,7 @@ impl Store {
             };
             entry.importance = score;
             let mut order = inner.order.lock();
-            for tier in 0..inner.tiers() {
+            for tier in 0..inner.tiers() + usize::from(inner.hbm.is_some()) {
                 order.policy(tier).set_importance(h, score);
             }
             true
@@ -398,6 +405,9 @@ impl Store {
         }
         for memory in &inner.memory {
             memory.arena.notify(); // nobody waits for room any more
+        }
+        if let Some(hbm) = &inner.hbm {
+            hbm.stop();
         }
         let flushed = match inner.persist(deadline) {
             Err(error) if error.kind() == Kind::Full => {
@@ -474,10 +484,14 @@ impl Inner {
                         memory.arena.retire(start);
                     }
                 }
+                self.leave_hbm(shard, &mut self.order.lock(), h);
             }
         });
         for memory in &self.memory {
             memory.arena.close();
+        }
+        if let Some(hbm) = &self.hbm {
+            hbm.arena.close();
         }
     }
 
@@ -486,7 +500,7 @@ impl Inner {
         self.closed.load(Ordering::Relaxed)
     }
 
-    /// Tiers in the order of policies.
+    /// Tiers in the order of policies, save HBM: its policy, if there is one, comes after theirs.
     pub(crate) fn tiers(&self) -> usize {
         self.memory.len() + usize::from(self.cold.is_some())
     }

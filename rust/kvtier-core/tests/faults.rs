@@ -184,7 +184,7 @@ fn close_with_reads_and_puts_under_way_ends_them() {
     let store = over(1 << 20, device.clone(), |_| ());
     device.close(true, false);
     let names: Vec<&[u8]> = blocks.iter().map(|b| &b.0[..]).collect();
-    let job = store.prefetch(&ns, &names, 0, None, 0).unwrap();
+    let job = store.prefetch(&ns, &names, DRAM, None, 0).unwrap();
     let (tell, told) = std::sync::mpsc::channel();
     let done = tell.clone();
     job.on_done(Box::new(move || done.send("prefetch").unwrap()));
@@ -250,7 +250,7 @@ fn changed_bytes_on_nvme_are_a_miss_whichever_way_they_are_read() {
                 assert!(matches!(leased[0], Err(Miss::Corrupt)));
             }
             "prefetch" => {
-                let job = store.prefetch(&ns, &[&key(1)], 0, None, 0).unwrap();
+                let job = store.prefetch(&ns, &[&key(1)], DRAM, None, 0).unwrap();
                 assert!(job.wait(soon()));
                 assert_eq!(job.results().unwrap(), [Err(Miss::Corrupt)]);
             }

@@ -281,7 +281,7 @@ impl Run {
             }
             Op::Prefetch(space, n) => {
                 let ns = &self.spaces[space];
-                let job = self.store.prefetch(ns, &[&key(n)], 0, None, 0).unwrap();
+                let job = self.store.prefetch(ns, &[&key(n)], DRAM, None, 0).unwrap();
                 assert!(job.wait(soon()));
                 if job.results().unwrap()[0].is_ok() {
                     assert!(self.is_there((space, n)));

@@ -281,7 +281,7 @@ fn blocks_demote_to_cxl_and_come_back() {
     let report = store.report();
     assert!(report.tiers[1].blocks >= 20, "{report:?}");
     let first = key(0);
-    let job = store.prefetch(&ns, &[&first], 0, None, 0).unwrap();
+    let job = store.prefetch(&ns, &[&first], DRAM, None, 0).unwrap();
     assert!(job.wait(soon()));
     assert_eq!(job.results().unwrap(), [Ok("dram")]);
     assert_eq!(get(&store, &ns, &first, size), Ok(bytes(0, size)));

@@ -113,7 +113,7 @@ impl Worker<'_> {
                 let names: Vec<[u8; 32]> = (0..8).map(|i| key((n + i) % KEYS)).collect();
                 let names: Vec<&[u8]> = names.iter().map(|k| &k[..]).collect();
                 let priority = self.random.below(3) as i32;
-                let job = store.prefetch(ns, &names, 0, None, priority).unwrap();
+                let job = store.prefetch(ns, &names, DRAM, None, priority).unwrap();
                 match self.random.below(3) {
                     0 => job.cancel(),
                     1 => assert!(job.wait(soon()), "a prefetch that never ends"),

@@ -157,7 +157,7 @@ fn one_read_serves_all_who_ask_for_a_block() {
     let store = over(2 << 20, device.clone(), |_| ());
     device.take_reads();
     device.close(true, false);
-    let job = store.prefetch(&ns, &[&key(0)], 0, None, 0).unwrap();
+    let job = store.prefetch(&ns, &[&key(0)], DRAM, None, 0).unwrap();
     std::thread::scope(|scope| {
         let readers: Vec<_> = (0..6)
             .map(|i| {
@@ -237,10 +237,10 @@ fn prefetches_run_in_their_order_and_urgent_ones_first() {
     let names: Vec<[u8; 32]> = (0..12).map(key).collect();
     let names: Vec<&[u8]> = names.iter().map(|k| &k[..]).collect();
     let before = total(&store, "loads");
-    let late = store.prefetch(&ns, &names[..6], 0, None, 0).unwrap();
+    let late = store.prefetch(&ns, &names[..6], DRAM, None, 0).unwrap();
     eventually("the first one waits", || total(&store, "loads") > before);
-    let later = store.prefetch(&ns, &names[6..8], 0, None, 0).unwrap();
-    let urgent = store.prefetch(&ns, &names[8..], 0, None, 3).unwrap();
+    let later = store.prefetch(&ns, &names[6..8], DRAM, None, 0).unwrap();
+    let urgent = store.prefetch(&ns, &names[8..], DRAM, None, 3).unwrap();
     drop(held);
     for job in [&late, &later, &urgent] {
         assert!(job.wait(soon()));
@@ -269,12 +269,14 @@ fn a_prefetch_ends_when_it_is_cancelled_or_its_time_is_up() {
     device.close(true, false);
     let names: Vec<[u8; 32]> = (0..6).map(key).collect();
     let names: Vec<&[u8]> = names.iter().map(|k| &k[..]).collect();
-    let job = store.prefetch(&ns, &names[..2], 0, None, 0).unwrap();
+    let job = store.prefetch(&ns, &names[..2], DRAM, None, 0).unwrap();
     assert!(job.results().is_none());
     job.cancel();
     assert_eq!(job.results().unwrap(), [Err(Miss::Cancelled); 2]);
     let soon_over = Some(Instant::now() + Duration::from_millis(5));
-    let job = store.prefetch(&ns, &names[2..], 0, soon_over, 0).unwrap();
+    let job = store
+        .prefetch(&ns, &names[2..], DRAM, soon_over, 0)
+        .unwrap();
     assert!(job.wait(soon()));
     assert_eq!(job.results().unwrap(), [Err(Miss::Deadline); 4]);
     let (tell, told) = std::sync::mpsc::channel();
@@ -293,7 +295,7 @@ fn a_prefetch_ends_when_it_is_cancelled_or_its_time_is_up() {
     eventually("what was asked for arrives all the same", || {
         store.matching(&ns, &names[2..3]).unwrap().tiers == ["dram"]
     });
-    let unknown = store.prefetch(&ns, &[&key(77)], 0, None, 0).unwrap();
+    let unknown = store.prefetch(&ns, &[&key(77)], DRAM, None, 0).unwrap();
     assert!(unknown.wait(soon()));
     assert_eq!(unknown.results().unwrap(), [Err(Miss::Absent)]);
     clear_and_check(&store);
@@ -451,7 +453,9 @@ fn blocks_go_down_three_tiers_and_none_is_lost() {
     }
     assert_eq!(hits(&store, &ns, &blocks), 150);
     let at = found.tiers.iter().position(|t| *t == "cxl").unwrap();
-    let job = store.prefetch(&ns, &[&blocks[at].0], 0, None, 0).unwrap();
+    let job = store
+        .prefetch(&ns, &[&blocks[at].0], DRAM, None, 0)
+        .unwrap();
     assert!(job.wait(soon()) && job.results().unwrap()[0].is_ok());
     audit(&store);
     store.close(soon()).unwrap();
@@ -491,7 +495,7 @@ fn a_copy_that_leaves_a_lower_tier_stays_above() {
     let ns = opaque(b"above");
     let blocks = put_blocks(&store, &ns, 110, SIZE, false);
     assert_eq!(store.matching(&ns, &[&key(0)]).unwrap().tiers, ["cxl"]);
-    let job = store.prefetch(&ns, &[&key(0)], 0, None, 0).unwrap();
+    let job = store.prefetch(&ns, &[&key(0)], DRAM, None, 0).unwrap();
     assert!(job.wait(soon()));
     assert_eq!(job.results().unwrap(), [Ok("dram")]);
     for n in 200..260 {

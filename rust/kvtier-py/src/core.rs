@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use kvtier_core::config::{Config, MemoryKind};
 use kvtier_core::error::Result;
 use kvtier_core::fork::Generation;
+use kvtier_core::hbm::HBM;
+use kvtier_core::jobs::Goal;
 use kvtier_core::load::Miss;
 use kvtier_core::put::{Block, Put};
 use kvtier_core::read::{Got, Out};
@@ -18,6 +20,7 @@ use pyo3::types::PyDict;
 use crate::arguments::{Key, Keys, Parents, Seconds};
 use crate::buffers::View;
 use crate::errors::{check_home, from_core, raise};
+use crate::hbm::{Feed, Placed};
 use crate::lease::Lease;
 use crate::ops::{Completions, Finisher, Job, Operation, Outcome};
 use crate::progress::Progress;
@@ -29,7 +32,7 @@ use crate::{codecs, log, report, tiers};
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Tiers by code.
-pub const TIERS: [&str; 3] = ["dram", "cxl", "nvme"];
+pub const TIERS: [&str; 4] = ["dram", "cxl", "nvme", HBM];
 
 const ALL_MISSES: [Miss; 7] = [
     Miss::Absent,
@@ -250,6 +253,7 @@ impl Core {
                 "dram" => config.memory.push(tiers::memory(tier, MemoryKind::Dram)?),
                 "cxl" => config.memory.push(tiers::memory(tier, MemoryKind::Cxl)?),
                 "nvme" => config.nvme = Some(tiers::nvme(tier)?),
+                HBM => config.hbm = Some(tiers::size(tier)?),
                 other => {
                     return Err(raise(
                         py,
@@ -480,7 +484,7 @@ impl Core {
         py: Python<'_>,
         space: &Space,
         keys: Keys,
-        to: usize,
+        to: &str,
         deadline: Seconds,
         priority: i32,
     ) -> PyResult<Job> {
@@ -488,10 +492,37 @@ impl Core {
             None => None,
             Some(_) => Some(deadline.until(py)?),
         };
+        let goal = match to {
+            HBM => Goal::Hbm,
+            "cxl" => Goal::Memory(1),
+            _ => Goal::Memory(0),
+        };
         let job = self.run(py, |store| {
-            store.prefetch(&space.ns, &slices(&keys), to, until, priority)
+            store.prefetch(&space.ns, &slices(&keys), goal, until, priority)
         })?;
         Ok(Job::new(job))
+    }
+
+    /// What the thread that copies to HBM works from; `None` without such a tier.
+    fn feed(&self, py: Python<'_>) -> PyResult<Option<Feed>> {
+        self.run(py, |store| Ok(store.feed().map(Feed::new)))
+    }
+
+    /// Pins those of these blocks that lie in HBM, for a read of this part; with `take`, for somebody who may write to them.
+    fn place(
+        &self,
+        py: Python<'_>,
+        space: &Space,
+        keys: Keys,
+        layers: Option<(u32, u32)>,
+        tokens: Option<(u32, u32)>,
+        take: bool,
+    ) -> PyResult<Vec<Option<Placed>>> {
+        let part = selection(layers, tokens);
+        let places = self.run(py, |store| {
+            store.place(&space.ns, &slices(&keys), &part, take)
+        })?;
+        Ok(places.into_iter().map(|p| p.map(Placed::new)).collect())
     }
 
     /// Lends memory to reads from NVMe.

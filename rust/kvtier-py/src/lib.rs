@@ -10,6 +10,7 @@ mod codecs;
 mod core;
 mod dlpack;
 mod errors;
+mod hbm;
 mod lease;
 mod log;
 mod ops;
@@ -22,6 +23,7 @@ mod space;
 mod tiers;
 mod tools;
 
+use kvtier_core::config::DEFAULT_TIMEOUT;
 use pyo3::prelude::*;
 
 /// The native half of kvtier; use it through the package `kvtier`.
@@ -37,6 +39,9 @@ fn _kvtier(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<ops::Job>()?;
     m.add_class::<region::Region>()?;
     m.add_class::<progress::Progress>()?;
+    m.add_class::<hbm::Feed>()?;
+    m.add_class::<hbm::Batch>()?;
+    m.add_class::<hbm::Placed>()?;
     m.add_class::<dlpack::DlpackView>()?;
     m.add_class::<bounds::BareDisk>()?;
     m.add_class::<policy::Policy>()?;
@@ -57,6 +62,7 @@ fn _kvtier(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(codecs::codec_from_fp8, m)?)?;
     m.add_function(wrap_pyfunction!(codecs::codec_unzstd, m)?)?;
     m.add("TIERS", core::TIERS)?;
+    m.add("DEFAULT_TIMEOUT", DEFAULT_TIMEOUT.as_secs_f64())?;
     m.add("MISSES", core::misses())?;
     m.add("POLICIES", kvtier_core::policy::NAMES.to_vec())?;
     m.add("__version__", env!("CARGO_PKG_VERSION"))

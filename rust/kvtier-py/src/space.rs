@@ -147,6 +147,22 @@ impl Space {
         })
     }
 
+    /// `(offset, bytes)` of what a part of a block of `nbytes` consists of, in order.
+    fn pieces(
+        &self,
+        py: Python<'_>,
+        nbytes: usize,
+        layers: Option<(u32, u32)>,
+        tokens: Option<(u32, u32)>,
+    ) -> PyResult<Vec<(usize, usize)>> {
+        let layout = &self.ns.layout;
+        let pieces = layout
+            .shape(nbytes)
+            .and_then(|shape| layout.pieces(shape, &selection(layers, tokens)))
+            .map_err(|e| from_core(py, &e))?;
+        Ok(pieces.iter().map(|p| (p.offset, p.len)).collect())
+    }
+
     /// The namespace's digest, 32 bytes.
     #[getter]
     fn digest<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {

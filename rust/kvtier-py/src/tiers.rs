@@ -8,16 +8,20 @@ use kvtier_nvme::{EngineKind, Options};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+/// The size of a tier.
+pub fn size(tier: &Bound<'_, PyDict>) -> PyResult<u64> {
+    match tier.get_item("size")? {
+        Some(size) => size.extract(),
+        None => Ok(0),
+    }
+}
+
 /// A memory tier of a dict with `size` and what its kind takes.
 pub fn memory(tier: &Bound<'_, PyDict>, kind: MemoryKind) -> PyResult<Memory> {
     let get = |name: &str| tier.get_item(name);
-    let size = match get("size")? {
-        Some(size) => size.extract()?,
-        None => 0,
-    };
     let mut memory = Memory {
         kind,
-        ..Memory::dram(size)
+        ..Memory::dram(size(tier)?)
     };
     if let Some(huge) = get("huge_pages")? {
         memory.huge_pages = match huge.extract::<&str>()? {
@@ -47,11 +51,7 @@ pub fn nvme(tier: &Bound<'_, PyDict>) -> PyResult<Options> {
         Some(paths) => paths.extract()?,
         None => Vec::new(),
     };
-    let size = match tier.get_item("size")? {
-        Some(size) => size.extract()?,
-        None => 0,
-    };
-    let mut options = Options::new(paths, size);
+    let mut options = Options::new(paths, size(tier)?);
     if let Some(engine) = tier.get_item("engine")? {
         options.engine = match engine.extract::<&str>()? {
             "io_uring" => EngineKind::IoUring,

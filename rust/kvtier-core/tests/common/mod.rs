@@ -10,12 +10,16 @@ use std::time::{Duration, Instant};
 
 use kvtier_core::config::{Config, Memory, MemoryKind};
 use kvtier_core::error::Result;
+use kvtier_core::jobs::Goal;
 use kvtier_core::layout::{Layer, Layout, Selection};
 use kvtier_core::load::Miss;
 use kvtier_core::put::{Block, Put};
 use kvtier_core::read::{Got, Out};
 use kvtier_core::store::{Namespace, Store, TierReport};
 use kvtier_nvme::{Clock, Device, EngineKind, NvmeTier, Options};
+
+/// Where prefetches bring blocks.
+pub const DRAM: Goal = Goal::Memory(0);
 
 /// A deadline that a working store never reaches.
 pub fn soon() -> Instant {

@@ -1,0 +1,482 @@
+//! The HBM tier: the slots of a pool that lies on a device, and the copies on their way to it.
+//!
+//! The bytes are somebody else's: a thread that knows the device takes [`Batch`]es from a [`Feed`],
+//! copies, and says how that ended. A copy there is one more of what a tier below holds at the same
+//! time, so dropping it is always right, and nothing is ever copied back.
+
+use std::ptr::NonNull;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use kvtier_codec::image::{self, Id, PAGE, Root, Shape};
+use kvtier_nvme::slots::{BUSY, FREE, LOST};
+
+use crate::arena::backing::Backing;
+use crate::arena::{Arena, Pin};
+use crate::error::Result;
+use crate::index::Entry;
+use crate::layout::Selection;
+use crate::load::{Landing, Miss};
+use crate::order::Known;
+use crate::policy::Handle;
+use crate::stats::TierStats;
+use crate::store::{Inner, Namespace, Store};
+use crate::transfers::{Told, Transfers};
+
+/// The HBM tier's name in results and statistics.
+pub const HBM: &str = "hbm";
+
+/// Victims that one look at the policy asks for.
+const BATCH: usize = 16;
+
+/// Copies handed out at a time.
+const MOST: usize = 64;
+
+/// How long somebody who waits for room trusts that he will be told, before he looks again.
+const GLANCE: Duration = Duration::from_secs(1);
+
+/// A pool of which this process has the addresses of slots, and nothing else.
+struct Elsewhere(usize);
+
+impl Backing for Elsewhere {
+    fn base(&self) -> NonNull<u8> {
+        NonNull::dangling()
+    }
+    fn size(&self) -> usize {
+        self.0
+    }
+    fn is_private(&self) -> bool {
+        false
+    }
+    fn release(&self) {}
+}
+
+/// The HBM tier at work.
+pub(crate) struct HbmTier {
+    pub(crate) size: u64,
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) stats: TierStats,
+    transfers: Transfers<Known, Transfer, Miss>,
+}
+
+impl HbmTier {
+    /// A pool of so many bytes, all free.
+    pub(crate) fn new(size: u64) -> Self {
+        HbmTier {
+            size,
+            arena: Arena::new(Box::new(Elsewhere(size as usize))),
+            stats: TierStats::default(),
+            transfers: Transfers::default(),
+        }
+    }
+
+    /// No copy begins any more; those under way end with nobody to hear of it.
+    pub(crate) fn stop(&self) {
+        drop(self.transfers.stop(Miss::Cancelled));
+        self.arena.notify();
+    }
+}
+
+/// Pages of the pool that a block takes: its payload alone.
+pub(crate) fn pages(shape: Shape) -> u32 {
+    shape.payload().div_ceil(PAGE) as u32
+}
+
+/// A copy of one block, asked for.
+struct Transfer {
+    block: Known,
+    id: Id,
+    shape: Shape,
+    root: Root,
+    /// The memory tier that it is copied from.
+    from: usize,
+    source: Pin,
+    /// `None` once it was published.
+    slot: Option<Pin>,
+    /// What is wrong with the source.
+    wrong: Option<Miss>,
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot.take() {
+            slot.discard();
+        }
+    }
+}
+
+/// A copy for the thread that copies: payload bytes at `host`, for place `at` of the pool.
+#[derive(Clone, Copy, Debug)]
+pub struct Copying {
+    /// Bytes from the pool's first one.
+    pub at: usize,
+    /// The source. It keeps its bytes until the batch has ended.
+    pub host: *const u8,
+    /// How many.
+    pub len: usize,
+}
+
+/// Copies that end together. Dropped without [`Batch::finish`], it has failed.
+pub struct Batch {
+    hbm: Arc<HbmTier>,
+    inner: Weak<Inner>,
+    transfers: Vec<Transfer>,
+}
+
+impl Batch {
+    /// What to copy.
+    pub fn copies(&self) -> Vec<Copying> {
+        let copying = |t: &Transfer| {
+            let slot = t.slot.as_ref()?;
+            Some(Copying {
+                at: slot.start() as usize * PAGE,
+                host: t.source.ptr(),
+                len: t.shape.payload(),
+            })
+        };
+        self.transfers.iter().filter_map(copying).collect()
+    }
+
+    /// Verifies the sources: a block that is not what was put ends as corrupt. Meant to run beside
+    /// the copy; blocks.
+    pub fn verify(&mut self) {
+        let inner = self.inner.upgrade();
+        for t in &mut self.transfers {
+            // SAFETY: a published image, pinned.
+            let bytes = unsafe { t.source.bytes(t.shape.image_len()) };
+            if image::verify(bytes, t.shape, t.root, &t.id, 0, 0).is_err() {
+                t.wrong = Some(Miss::Corrupt);
+            }
+            if let Some(inner) = &inner {
+                match &inner.memory[t.from].pacer {
+                    _ if t.wrong.is_some() => inner.lose_memory(t.block, t.from, t.source.start()),
+                    Some(pacer) => pacer.pass(t.shape.payload()),
+                    None => {}
+                }
+            }
+        }
+    }
+
+    /// The copies have ended, well (`ok`) or not: from now on nothing touches their places. Those
+    /// that are right become visible.
+    pub fn finish(mut self, ok: bool) {
+        let inner = self.inner.upgrade();
+        for mut t in std::mem::take(&mut self.transfers) {
+            let how = match (&inner, t.wrong) {
+                (_, Some(miss)) => Err(miss),
+                (Some(inner), None) if ok => inner.publish_lifted(&mut t),
+                _ => Err(self.fail()),
+            };
+            let block = t.block;
+            drop(t); // whoever hears of it finds its place free, or the block there
+            self.hbm.transfers.end(block, how);
+        }
+    }
+
+    fn fail(&self) -> Miss {
+        self.hbm.stats.errors.add(1);
+        Miss::Device
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        for t in std::mem::take(&mut self.transfers) {
+            let (block, miss) = (t.block, self.fail());
+            drop(t);
+            self.hbm.transfers.end(block, Err(miss));
+        }
+    }
+}
+
+/// What the thread that copies works from. It keeps the memory tiers mapped, and the store not.
+pub struct Feed {
+    hbm: Arc<HbmTier>,
+    inner: Weak<Inner>,
+    arenas: Vec<Arc<Arena>>,
+}
+
+impl Feed {
+    /// First byte and length of each memory tier, for the device's driver; mapped while this lives.
+    pub fn host(&self) -> Vec<(*mut u8, usize)> {
+        self.arenas.iter().map(|arena| arena.range()).collect()
+    }
+
+    /// The next copies. With `wait`, blocks until there are some; without, there may be none.
+    /// `None`: no more come.
+    pub fn next(&self, wait: bool) -> Option<Batch> {
+        Some(Batch {
+            transfers: self.hbm.transfers.take(MOST, wait)?,
+            hbm: self.hbm.clone(),
+            inner: self.inner.clone(),
+        })
+    }
+
+    /// No more come from now on, and blocks that wait for one are told so.
+    pub fn stop(&self) {
+        self.hbm.stop();
+    }
+}
+
+/// A block that stays where it is in the pool while this lives, and nobody else is given.
+#[derive(Clone)]
+pub struct Placed {
+    pin: Pin,
+    len: usize,
+}
+
+impl Placed {
+    /// Bytes from the pool's first one.
+    pub fn at(&self) -> usize {
+        self.pin.start() as usize * PAGE
+    }
+
+    /// Payload bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never: a block has at least one byte.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Store {
+    /// Where the thread that copies to the HBM tier gets its work; `None` without such a tier.
+    pub fn feed(&self) -> Option<Feed> {
+        let inner = &self.inner;
+        Some(Feed {
+            hbm: inner.hbm.clone()?,
+            inner: Arc::downgrade(inner),
+            arenas: inner.memory.iter().map(|m| m.arena.clone()).collect(),
+        })
+    }
+
+    /// Pins those of these blocks that lie in HBM, for a copy out of there. With `take`, for somebody
+    /// who may write to them: then they are in HBM no more for anybody else.
+    pub fn place(
+        &self,
+        ns: &Namespace,
+        keys: &[&[u8]],
+        selection: &Selection,
+        take: bool,
+    ) -> Result<Vec<Option<Placed>>> {
+        let inner = &self.inner;
+        inner.check_open()?;
+        let mut used = Vec::with_capacity(keys.len());
+        let places = ns.ids(keys)?.into_iter().map(|id| {
+            let Some((placed, known, shape)) = inner.place_one(&id, take) else {
+                return Ok(None);
+            };
+            let pieces = ns.layout.pieces(shape, selection)?;
+            inner.count_placed(pieces.iter().map(|p| p.len).sum());
+            used.push(known);
+            Ok(Some(placed))
+        });
+        let places = places.collect::<Result<_>>()?;
+        let mut order = inner.order.lock();
+        for (h, below) in used.into_iter().rev() {
+            if !take {
+                order.policy(inner.tiers()).on_hit(h);
+            }
+            // The copy below must not grow old while this one is used.
+            order.policy(below).on_hit(h);
+        }
+        Ok(places)
+    }
+}
+
+impl Inner {
+    fn count_placed(&self, bytes: usize) {
+        if let Some(hbm) = &self.hbm {
+            hbm.stats.hits.add(1);
+            hbm.stats.hit_bytes.add(bytes as u64);
+        }
+    }
+
+    fn place_one(&self, id: &Id, take: bool) -> Option<(Placed, (Handle, usize), Shape)> {
+        let hbm = self.hbm.as_ref()?;
+        let mut shard = self.index.of(id);
+        let h = shard.find(id)?;
+        let pin = hbm.arena.pin(shard.hbm(h)?)?;
+        if take {
+            self.leave_hbm(&mut shard, &mut self.order.lock(), h);
+        }
+        let entry = shard.get(h)?;
+        let (shape, below) = (entry.shape, self.below_hbm(entry));
+        let len = shape.payload();
+        Some((Placed { pin, len }, (h, below), shape))
+    }
+
+    /// The fastest tier that holds a block for readers of this process's memory.
+    pub(crate) fn below_hbm(&self, entry: &Entry) -> usize {
+        entry
+            .in_memory()
+            .map_or(self.memory.len(), |(tier, _)| tier)
+    }
+
+    /// Has a block copied from memory to HBM, unless it is there; waits until `deadline` for room
+    /// there. `told` hears how it ended.
+    pub(crate) fn lift(&self, block: Known, deadline: Instant, told: Told<Miss>) {
+        let Some(hbm) = &self.hbm else {
+            return told(Err(Miss::Absent));
+        };
+        if !hbm.transfers.begin(block, told) {
+            return;
+        }
+        let how = match self.prepare(hbm, block, deadline) {
+            Ok(None) => Ok(()),
+            Ok(Some(transfer)) => match hbm.transfers.push(transfer) {
+                Ok(()) => return,
+                Err(_) => Err(Miss::Cancelled),
+            },
+            Err(miss) => Err(miss),
+        };
+        hbm.transfers.end(block, how);
+    }
+
+    fn prepare(
+        &self,
+        hbm: &HbmTier,
+        block: Known,
+        deadline: Instant,
+    ) -> std::result::Result<Option<Transfer>, Miss> {
+        let (id, shape, root, from, source) = {
+            let mut shard = self.index.shard(block.0);
+            let entry = shard.get_same(block.0, block.1).ok_or(Miss::Absent)?;
+            // It left memory since the caller looked.
+            let (from, start) = entry.in_memory().ok_or(Miss::Full)?;
+            let source = self.memory[from].arena.pin(start).ok_or(Miss::Full)?;
+            let found = (entry.id, entry.shape, entry.root, from, source);
+            if shard.hbm(block.0).is_some() {
+                return Ok(None);
+            }
+            found
+        };
+        let slot = self.reserve_hbm(hbm, pages(shape), deadline)?;
+        Ok(Some(Transfer {
+            block,
+            id,
+            shape,
+            root,
+            from,
+            source,
+            slot: Some(slot),
+            wrong: None,
+        }))
+    }
+
+    /// Makes a copy visible that is complete.
+    fn publish_lifted(&self, t: &mut Transfer) -> Landing {
+        let (Some(hbm), (h, epoch)) = (&self.hbm, t.block) else {
+            return Err(Miss::Absent);
+        };
+        if hbm.transfers.is_stopped() {
+            return Err(Miss::Cancelled);
+        }
+        let mut shard = self.index.shard(h);
+        // With another root, an exact copy took the place of the one that was copied.
+        let entry = shard.get_same(h, epoch).filter(|e| e.root == t.root);
+        if entry.is_none() {
+            return Err(Miss::Absent);
+        }
+        if shard.hbm(h).is_none()
+            && let Some(slot) = t.slot.take()
+        {
+            self.index.set_hbm(&mut shard, h, slot.start());
+            hbm.arena.set_owner(slot.start(), h);
+            if let Some(entry) = shard.get(h) {
+                self.insert_order(self.tiers(), h, entry);
+            }
+            hbm.stats.inserts.add(1);
+            drop(shard);
+            drop(slot); // the last: from now on it may be dropped
+        }
+        Ok(())
+    }
+
+    /// A slot in HBM, pinned for its writer. Drops copies that nobody uses, and waits until
+    /// `deadline` for those that somebody does.
+    fn reserve_hbm(
+        &self,
+        hbm: &HbmTier,
+        pages: u32,
+        deadline: Instant,
+    ) -> std::result::Result<Pin, Miss> {
+        let arena = &hbm.arena;
+        let waiter = arena.waiter();
+        loop {
+            let seen = waiter.seen();
+            if let Some(slot) = arena.alloc(pages) {
+                return Ok(slot);
+            }
+            if pages > arena.pages() {
+                return Err(Miss::Full);
+            }
+            if hbm.transfers.is_stopped() {
+                return Err(Miss::Cancelled);
+            }
+            if self.make_room_in_hbm(hbm, pages) {
+                continue;
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Err(Miss::Full);
+            }
+            waiter.wait(seen, deadline.min(now + GLANCE));
+        }
+    }
+
+    /// Drops at least one copy, if any can be: the coldest until there are enough free pages, then
+    /// those that stand in the way of a hole.
+    fn make_room_in_hbm(&self, hbm: &HbmTier, pages: u32) -> bool {
+        let arena = &hbm.arena;
+        if arena.free_pages() >= pages {
+            let Some((_, _, runs)) = arena.window(pages) else {
+                return false;
+            };
+            let owners = runs.iter().map(|run| run.owner);
+            let blocks = owners.filter(|owner| ![FREE, BUSY, LOST].contains(owner));
+            return blocks.filter(|&h| self.drop_from_hbm(hbm, h)).count() > 0;
+        }
+        let tier = self.tiers();
+        let mut left = self.order.lock().policy(tier).len();
+        let mut dropped = false;
+        while left > 0 && arena.free_pages() < pages {
+            let mut victims = Vec::with_capacity(BATCH);
+            self.order
+                .lock()
+                .policy(tier)
+                .victims(BATCH, &mut |_| true, &mut victims);
+            if victims.is_empty() {
+                break;
+            }
+            left = left.saturating_sub(victims.len());
+            for h in victims {
+                dropped |= self.drop_from_hbm(hbm, h);
+                if arena.free_pages() >= pages {
+                    break;
+                }
+            }
+        }
+        dropped
+    }
+
+    /// Gives up a block's copy in HBM, unless somebody uses it.
+    fn drop_from_hbm(&self, hbm: &HbmTier, h: Handle) -> bool {
+        let mut shard = self.index.shard(h);
+        let Some(start) = shard.hbm(h) else {
+            return false;
+        };
+        let tier = self.tiers();
+        if !hbm.arena.retire_idle(start) {
+            self.order.lock().policy(tier).defer(h);
+            return false;
+        }
+        shard.clear_hbm(h);
+        self.order.lock().policy(tier).on_remove(h);
+        hbm.stats.drops.add(1);
+        true
+    }
+}

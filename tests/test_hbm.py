@@ -1,0 +1,496 @@
+"""The HBM tier, on the host's own "device": what a store with one does, and that nothing of it is lost or mixed up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from blocks import MIB, fill, key, keys, payload
+from kvtier import (
+    ClosedError,
+    ConfigError,
+    Dram,
+    Hbm,
+    InvalidBlockError,
+    KVLayout,
+    Nvme,
+    Result,
+    StorageError,
+    Store,
+    StoreConfig,
+    UnsupportedError,
+)
+from kvtier.tiers import Copy, Copying, DeviceBackend, HostBackend, open_backend
+from kvtier.tiers.cuda import missing
+
+WITHOUT = missing()
+KINDS = ["host"] if WITHOUT else ["host", "cuda"]
+"""Where no GPU is, its tests do not exist: `scripts/gpu_check.sh` runs them where one is."""
+
+
+@pytest.fixture(params=KINDS)
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with Store(Hbm(4 * MIB, backend=request.param), Dram(32 * MIB)) as store:
+        yield store
+
+
+def empty(store: Store, size: int) -> Any:
+    """An array on the store's device."""
+    device = store.device
+    if isinstance(device, HostBackend):
+        return device.empty(size)
+    import cupy
+
+    return cupy.empty(size, np.uint8)
+
+
+def host(array: Any) -> NDArray[np.uint8]:
+    return np.asarray(array.get() if hasattr(array, "get") else array)
+
+
+def used(store: Store) -> int:
+    return int(store.stats()["tiers"]["hbm"]["used_bytes"])
+
+
+class Gate(HostBackend):
+    """A device whose copies begin when the test says so, and fail if it says that."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.open = threading.Event()
+        self.broken = False
+
+    def copy_in(self, copies: Any, *, after: Copying | None = None) -> Copying:
+        given = [copy._replace() for copy in copies]
+        gate = self
+
+        class Behind:
+            """What the copies wait for."""
+
+            def wait(self, timeout: float | None = None) -> bool:
+                gate.open.wait(timeout)
+                if gate.broken:
+                    raise StorageError("the device is broken")
+                return True
+
+        behind: Any = Behind()
+        return super().copy_in(given, after=behind)
+
+
+def test_blocks_go_up_and_are_read_on_the_device(store: Store) -> None:
+    names = fill(store, 6)
+    assert store.prefetch(names[:3], to="hbm").result() == [Result(True, "hbm")] * 3
+    match = store.match(names)
+    assert match.tiers == ["hbm"] * 3 + ["dram"] * 3
+    assert match.bytes == {"hbm": 3 * MIB, "dram": 3 * MIB}
+    outs = [empty(store, MIB) for _ in names]
+    results = store.get_into(names, outs)
+    assert results == [Result(True, "hbm")] * 3 + [Result(True, "dram")] * 3
+    for name, out in zip(names, outs, strict=True):
+        assert host(out).tobytes() == payload(name, MIB)
+    # Readers of the process's own memory are served from there.
+    data = store.get(names[0])
+    assert data is not None
+    assert data.tobytes() == payload(names[0], MIB)
+    stats = store.stats()["tiers"]["hbm"]
+    assert (stats["blocks"], stats["inserts"], stats["hits"], stats["hit_bytes"]) == (3, 3, 3, 3 * MIB)
+    assert stats["used_bytes"] == 3 * MIB <= stats["capacity_bytes"] == stats["size_bytes"]
+
+
+def test_parts_of_blocks_on_the_device(store: Store) -> None:
+    layout = KVLayout(3, "gqa", kv_heads=2, head_dim=64, block_tokens=64, dtype="fp16")
+    cache = store.namespace(b"model", layout)
+    names = keys(2, "part")
+    datas = [np.frombuffer(payload(name, layout.block_bytes), np.uint8) for name in names]
+    cache.put_many(names, datas)
+    assert cache.prefetch(names[:1], to="hbm").result()[0].hit
+    for name, data in zip(names, datas, strict=True):
+        part = data.reshape(3, 2, 64, 256)[1:3, :, 5:9]
+        out = empty(store, part.nbytes)
+        assert cache.get_into([name], [out], layers=range(1, 3), tokens=range(5, 9))[0].hit
+        assert np.array_equal(host(out), part.reshape(-1))
+    wrong = empty(store, layout.block_bytes).view(np.float32)
+    with pytest.raises(InvalidBlockError, match="fp16"):
+        cache.get_into(names[:1], [wrong])
+
+
+def test_arrays_that_do_not_fit_are_refused(store: Store) -> None:
+    (name,) = fill(store, 1)
+    with pytest.raises(InvalidBlockError, match="exactly that size"):
+        store.get_into([name], [empty(store, MIB - 1)])
+    with pytest.raises(InvalidBlockError, match="2 buffers were given for 1 keys"):
+        store.get_into([name], [empty(store, MIB), empty(store, MIB)])
+    with pytest.raises(InvalidBlockError, match="not contiguous"):
+        store.get_into([name], [empty(store, 2 * MIB)[::2]])
+    with pytest.raises(InvalidBlockError, match="1 of 2 buffers"):
+        store.get_into([name, name], [empty(store, MIB), np.empty(MIB, np.uint8)])
+
+
+def test_misses_are_values_on_the_device_too(store: Store) -> None:
+    (name,) = fill(store, 1)
+    outs = [empty(store, MIB), empty(store, MIB)]
+    absent, there = store.get_into([key("absent"), name], outs)
+    assert (absent, there) == (Result(False, None, "absent"), Result(True, "dram"))
+    assert host(outs[1]).tobytes() == payload(name, MIB)
+    assert store.prefetch([key("absent")], to="hbm").result() == [Result(False, None, "absent")]
+
+
+def test_asynchronous_reads_end_on_the_device(store: Store) -> None:
+    names = fill(store, 2)
+
+    async def read() -> list[Result]:
+        assert all(await store.aprefetch(names[:1], to="hbm"))
+        return await store.aget_into(names, outs)
+
+    outs = [empty(store, MIB) for _ in names]
+    assert [result.tier for result in asyncio.run(read())] == ["hbm", "dram"]
+    assert [host(out).tobytes() for out in outs] == [payload(name, MIB) for name in names]
+
+
+def test_hbm_keeps_what_was_used_last_and_the_store_all(store: Store) -> None:
+    names = fill(store, 8)
+    for name in names[:4]:
+        store.prefetch([name], to="hbm").result()
+    store.get_into(names[:1], [empty(store, MIB)])
+    store.prefetch(names[4:6], to="hbm").result()
+    assert store.match(names).tiers == ["hbm", "dram", "dram", "hbm", "hbm", "hbm", "dram", "dram"]
+    assert store.stats()["tiers"]["hbm"]["drops"] == 2
+    assert all(store.contains(names))
+
+
+def test_a_lease_in_hbm_takes_the_copies_over(store: Store) -> None:
+    names = fill(store, 3)
+    with store.lease([*names, key("absent")], to="hbm") as lease:
+        assert lease.reasons == [None, None, None, "absent"]
+        assert lease.blocks[3] is None
+        assert [host(block).tobytes() for block in lease.blocks[:3]] == [payload(name, MIB) for name in names]
+        block: Any = lease.blocks[0]
+        tensor = torch.from_dlpack(block)
+        tensor.zero_()
+        assert not host(block).any()
+        assert store.match(names).tiers == ["dram"] * 3
+        # What was scribbled there is nobody else's: not below, and not in HBM again.
+        with store.lease(names[:1], to="hbm") as other:
+            assert host(other.blocks[0]).tobytes() == payload(names[0], MIB)
+        assert used(store) == 3 * MIB
+    del block
+    assert used(store) == MIB  # the tensor is left
+    del tensor
+    assert used(store) == 0
+
+
+def test_a_lease_of_more_than_hbm_holds_says_so(store: Store) -> None:
+    names = fill(store, 6)
+    with store.lease(names, to="hbm", timeout=0.5) as lease:
+        assert lease.reasons.count(None) == 4
+        assert set(lease.reasons) <= {None, "full", "deadline"}
+    assert used(store) == 0
+
+
+def test_a_lease_waits_for_what_uses_it(store: Store) -> None:
+    names = fill(store, 1)
+    lease = store.lease(names, to="hbm")
+    used_up = threading.Event()
+    lease.release(after=used_up)
+    assert used(store) == MIB
+    used_up.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvtier-release":
+            thread.join()
+    assert used(store) == 0
+
+
+def test_nothing_is_visible_before_its_copy_has_ended() -> None:
+    device = Gate(4 * MIB)
+    with Store(Hbm(4 * MIB, backend=device), Dram(32 * MIB)) as store:
+        names = fill(store, 4)
+        job = store.prefetch(names, to="hbm")
+        assert not job.wait(0.05)
+        assert store.match(names).tiers == ["dram"] * 4
+        store.remove(names[:1])
+        device.open.set()
+        assert [result.reason for result in job.result()] == ["absent", None, None, None]
+        assert used(store) == 3 * MIB
+
+
+def test_a_failed_copy_gives_its_place_back() -> None:
+    device = Gate(4 * MIB)
+    device.open.set()
+    device.broken = True
+    with Store(Hbm(4 * MIB, backend=device), Dram(32 * MIB)) as store:
+        names = fill(store, 3)
+        assert store.prefetch(names, to="hbm").result() == [Result(False, None, "device")] * 3
+        assert (used(store), store.stats()["tiers"]["hbm"]["errors"]) == (0, 3)
+        # The store serves from the rest.
+        outs = [device.empty(MIB) for _ in names]
+        assert all(store.get_into(names, outs))
+        device.broken = False
+        assert store.prefetch(names, to="hbm").result() == [Result(True, "hbm")] * 3
+
+
+def test_closing_with_copies_in_flight() -> None:
+    device = Gate(4 * MIB)
+    store = Store(Hbm(4 * MIB, backend=device), Dram(32 * MIB))
+    job = store.prefetch(fill(store, 4), to="hbm")
+    assert not job.wait(0.05)
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    assert [result.reason for result in job.result()] == ["cancelled"] * 4
+    device.open.set()
+    closer.join(30)
+    assert not closer.is_alive()
+    with pytest.raises(ClosedError):
+        device.view(0, 1)
+    for verb in (
+        lambda: store.get_into([key("a")], [device.empty(1)]),
+        lambda: store.lease([key("a")], to="hbm"),
+        lambda: store.prefetch([key("a")], to="hbm"),
+    ):
+        with pytest.raises(ClosedError):
+            verb()
+
+
+def test_a_lease_outlives_the_store(store: Store) -> None:
+    names = fill(store, 1)
+    block = store.lease(names, to="hbm").blocks[0]
+    store.close()
+    gc.collect()
+    assert host(block).tobytes() == payload(names[0], MIB)
+
+
+def test_a_store_that_nobody_closed_ends_its_thread() -> None:
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "kvtier-hbm"]
+
+    before = len(threads())
+    store = Store(Hbm(MIB, backend="host"), Dram(MIB * 8))
+    assert len(threads()) == before + 1
+    cache = store.namespace(b"model")
+    (name,) = fill(cache, 1)
+    del store
+    gc.collect()
+    assert cache.prefetch([name], to="hbm").result()[0].hit  # it lives on in its namespace
+    del cache
+    gc.collect()
+    assert len(threads()) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_is_refused() -> None:
+    with Store(Hbm(4 * MIB, backend="host"), Dram(32 * MIB)) as store:
+        names = fill(store, 2)
+        lease = store.lease(names[:1], to="hbm")
+        device: Any = store.device
+        child = os.fork()
+        if child == 0:
+            good = 0
+            for verb in (
+                lambda: store.get_into(names, [device.empty(MIB) for _ in names]),
+                lambda: store.lease(names, to="hbm"),
+                lambda: store.prefetch(names, to="hbm"),
+            ):
+                try:
+                    verb()
+                except ClosedError:
+                    good += 1
+            lease.release()
+            store.close()
+            os._exit(0 if good == 3 else 1)
+        ended = time.monotonic() + 60
+        while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < ended:
+            time.sleep(0.01)
+        assert done == (child, 0)
+        assert store.prefetch(names, to="hbm").result() == [Result(True, "hbm")] * 2
+        lease.release()
+
+
+def test_blocks_on_nvme_go_up_by_way_of_memory(tmp_path: Path) -> None:
+    with Store(Dram(32 * MIB), Nvme(tmp_path, 64 * MIB)) as store:
+        names = fill(store, 12)
+    with Store(Hbm(16 * MIB, backend="host"), Dram(8 * MIB), Nvme(tmp_path, 64 * MIB)) as store:
+        device: Any = store.device
+        assert store.prefetch(names, to="hbm").result() == [Result(True, "hbm")] * 12
+        store.flush()
+        outs = [device.empty(MIB) for _ in names]
+        assert store.get_into(names, outs) == [Result(True, "hbm")] * 12
+        assert [out.tobytes() for out in outs] == [payload(name, MIB) for name in names]
+
+
+def test_cold_blocks_are_read_into_device_arrays_that_memory_does_not_hold_at_once(tmp_path: Path) -> None:
+    with Store(Dram(32 * MIB), Nvme(tmp_path, 256 * MIB)) as store:
+        names = fill(store, 20)
+    with Store(Hbm(MIB, backend="host"), Dram(8 * MIB), Nvme(tmp_path, 256 * MIB)) as store:
+        device: Any = store.device
+        outs = [device.empty(MIB) for _ in names]
+        assert all(store.get_into(names, outs))
+        assert [out.tobytes() for out in outs] == [payload(name, MIB) for name in names]
+
+
+def test_without_the_tier_it_says_what_to_do(tmp_path: Path) -> None:
+    device = HostBackend(MIB)
+    with Store(Dram(8 * MIB)) as store:
+        assert store.device is None
+        for verb in (lambda: store.prefetch([key("a")], to="hbm"), lambda: store.lease([key("a")], to="hbm")):
+            with pytest.raises(UnsupportedError, match=r"open it with Hbm\(\.\.\.\) in front"):
+                verb()
+        with pytest.raises(UnsupportedError, match="to='tape'"):
+            store.lease([key("a")], to="tape")
+    with pytest.raises(ConfigError, match="DRAM tier"):
+        Store(Hbm(MIB, backend="host"), Nvme(tmp_path, 64 * MIB))
+    with pytest.raises(ConfigError, match="make them equal"):
+        Store(Hbm(2 * MIB, backend=device), Dram(8 * MIB))
+    device.close()
+
+
+def test_cuda_that_is_not_there_says_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.cuda.missing", lambda device=0: "CuPy cannot be imported (no module)")
+    with pytest.raises(UnsupportedError, match="CuPy cannot be imported"):
+        Store(Hbm(MIB, backend="cuda"), Dram(8 * MIB))
+    with Store(Hbm(MIB), Dram(8 * MIB)) as store:
+        assert isinstance(store.device, HostBackend)
+        assert isinstance(store.device, DeviceBackend)
+
+
+def test_the_settings_of_the_tier(tmp_path: Path) -> None:
+    path = tmp_path / "store.toml"
+    text = "[[tier]]\nkind = 'hbm'\nsize = '2MiB'\nbackend = 'host'\n[[tier]]\nkind = 'dram'\nsize = '8MiB'\n"
+    path.write_text(text)
+    assert StoreConfig.from_toml(path) == StoreConfig((Hbm("2MiB", backend="host"), Dram("8MiB")))
+    with Store.from_toml(path) as store:
+        assert store.stats()["tiers"]["hbm"]["size_bytes"] == 2 * MIB
+    path.write_text(text.replace("backend = 'host'", "device = 3"))
+    assert StoreConfig.from_toml(path).tiers[0] == Hbm("2MiB", device=3)
+    for wrong in ({"device": -1}, {"device": True}, {"backend": "tpu"}, {"backend": 3}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Hbm("1MiB", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="in the order Hbm, Dram"):
+        StoreConfig((Dram("8MiB"), Hbm("2MiB")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mla", [False, True])
+def test_blocks_and_paged_kv(kind: str, mla: bool) -> None:
+    """A contract of its own: layouts, page orders and slots as engines have them, against plain indexing."""
+    rng = np.random.default_rng(int(mla))
+    pages, page_tokens, layers, heads, dim = 7, 4, 3, 2, 8
+    backend = open_backend(MIB, kind)
+    lib: Any = np
+    if kind == "cuda":
+        import cupy
+
+        lib = cupy
+    layout = (
+        KVLayout(layers, "mla", rank=dim, rope_dim=dim // 2, dtype="fp16", block_tokens=6)
+        if mla
+        else KVLayout(layers, "gqa", kv_heads=heads, head_dim=dim, dtype="fp16", block_tokens=6)
+    )
+
+    def paged() -> tuple[list[Any], list[Any]]:
+        """Planes as the engine holds them, and as a reader of this test sees them."""
+        if mla:
+            whole = [lib.asarray(noise((pages, page_tokens, dim + dim // 2))) for _ in range(layers)]
+            return whole, whole
+        planes = []
+        for layer in range(layers):
+            # keys and values first; behind the pages; and with the heads before the tokens of a page.
+            match layer:
+                case 0:
+                    kv = lib.asarray(noise((2, pages, page_tokens, heads, dim)))
+                    planes += [kv[0], kv[1]]
+                case 1:
+                    kv = lib.asarray(noise((pages, 2, page_tokens, heads, dim)))
+                    planes += [kv[:, 0], kv[:, 1]]
+                case _:
+                    kv = lib.asarray(noise((2, pages, heads, page_tokens, dim)))
+                    planes += [kv[0].transpose(0, 2, 1, 3), kv[1].transpose(0, 2, 1, 3)]
+        return planes, planes
+
+    def noise(shape: tuple[int, ...]) -> NDArray[np.float16]:
+        return rng.integers(0, 2**16, shape).astype(np.uint16).view(np.float16)
+
+    counts = [6, 6, 4]  # the last block is a partial one
+    order = rng.permutation(pages * page_tokens)
+    slots = [order[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(3)]
+    blocks = [rng.integers(0, 256, count * layout.bytes_per_token, np.uint8) for count in counts]
+
+    def expected(planes: list[NDArray[Any]], count: int, where: NDArray[Any]) -> bytes:
+        return b"".join(plane[slot // page_tokens, slot % page_tokens].tobytes() for plane in planes for slot in where)
+
+    planes, seen = paged()
+    before = [host(plane).copy() for plane in seen]
+    device_blocks = [lib.asarray(block) for block in blocks]
+    assert backend.scatter(device_blocks, planes, slots).wait()
+    after = [host(plane) for plane in seen]
+    for block, count, where in zip(blocks, counts, slots, strict=True):
+        assert expected(after, count, where) == block.tobytes()
+    left = np.setdiff1d(order, np.concatenate(slots))
+    for old, new in zip(before, after, strict=True):  # no other token was touched
+        assert (
+            old[left // page_tokens, left % page_tokens].tobytes()
+            == new[left // page_tokens, left % page_tokens].tobytes()
+        )
+    gathered = [lib.zeros(block.nbytes, np.uint8) for block in blocks]
+    assert backend.gather(gathered, planes, slots).wait()
+    assert [host(array).tobytes() for array in gathered] == [block.tobytes() for block in blocks]
+    # The same planes as torch has them, in a dtype that neither NumPy nor CuPy knows.
+    tensors = [torch.from_dlpack(plane).view(torch.bfloat16) for plane in planes]
+    again = [lib.zeros(block.nbytes, np.uint8) for block in blocks]
+    assert backend.gather(again, tensors, slots).wait()
+    assert [host(array).tobytes() for array in again] == [block.tobytes() for block in blocks]
+    assert backend.scatter([], planes, []).wait()
+    for wrong, message in (
+        ((device_blocks[:1], planes, [slots[0][:-1]]), "one slot a token"),
+        ((device_blocks[:1], planes[:-1], slots[:1]), "one slot a token"),
+        ((device_blocks[:1], planes, slots), "one a block"),
+        ((device_blocks[:1], planes, [slots[0] + 1000]), "allowed are 0 to 27"),
+        ((device_blocks[:1], planes, [slots[0].astype(float)]), "one number a token"),
+        ((device_blocks[:1], [plane[..., ::2] for plane in planes], slots[:1]), "last axis contiguous"),
+    ):
+        with pytest.raises(InvalidBlockError, match=message):
+            backend.scatter(*wrong)
+    backend.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_delivery_and_views_that_keep(kind: str) -> None:
+    """The rest of the contract that the tier is built on."""
+    backend = open_backend(MIB, kind)
+    data = np.random.default_rng(1).integers(0, 256, 4096, np.uint8)
+    assert backend.copy_in([Copy(8192, data)]).wait()
+
+    class Kept:
+        gone = False
+
+        def __del__(self) -> None:
+            Kept.gone = True
+
+    view = backend.view(8192, 4096, Kept())
+    part = view[100:200]
+    del view
+    gc.collect()
+    assert not Kept.gone
+    assert np.array_equal(host(part), data[100:200])
+    del part
+    gc.collect()
+    assert Kept.gone
+    assert backend.array(np.zeros(4, np.uint8)) is None
+    assert backend.array(torch.zeros(4)) is None
+    assert backend.array(b"1234") is None
+    last = backend.view(8192, 4096)
+    backend.close()
+    assert np.array_equal(host(last), data)  # the pool lives as long as a view of it
+    with pytest.raises(ClosedError):
+        backend.deliver([])
+    with pytest.raises(ClosedError):
+        backend.scatter([], [], [])
