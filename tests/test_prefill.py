@@ -208,9 +208,10 @@ class Failing(DictNamespace):
         outs: Sequence[NDArray[np.uint8]],
         *,
         layers: tuple[int, int] | None = None,
+        tokens: tuple[int, int] | None = None,
         timeout: float | None = None,
     ) -> Any:
-        good = super().get_into(keys, outs, layers=layers, timeout=timeout)
+        good = super().get_into(keys, outs, layers=layers, tokens=tokens, timeout=timeout)
         bad = [i for i, key in enumerate(keys) if self.chain(PROMPT).index(key) in self.bad]
         if not bad or (layers and layers[1] <= self.layer):
             return good

@@ -132,11 +132,12 @@ class Held(DictNamespace):
         outs: Sequence[NDArray[np.uint8]],
         *,
         layers: tuple[int, int] | None = None,
+        tokens: tuple[int, int] | None = None,
         timeout: float | None = None,
     ) -> Any:
         assert layers is not None
         self.gate(layers)
-        results = super().get_into(keys, outs, layers=layers, timeout=timeout)
+        results = super().get_into(keys, outs, layers=layers, tokens=tokens, timeout=timeout)
         self.loaded.append(layers)
         return results
 
@@ -437,10 +438,10 @@ def test_the_plan_is_the_best_of_all(model: Any, rate: float, front: int | None)
     meter.loaded({"dram": int(rate)}, {"dram": 1.0})
     measured = meter.measured()
     assert measured is not None
-    chosen = plan(128, 10, ["dram"] * 8, 10_000, CHUNK, 4, measured, front)
+    chosen = plan(128, 10, ["dram"] * 8, [10_000] * 8, CHUNK, 4, measured, front)
 
     # More than a chunk of new tokens: only the first one is overlapped.
-    longer = plan(128, CHUNK + 10, ["dram"] * 8, 10_000, CHUNK, 4, measured, 0).predicted
+    longer = plan(128, CHUNK + 10, ["dram"] * 8, [10_000] * 8, CHUNK, 4, measured, 0).predicted
     first = measured.prefill.last(128, CHUNK)
     assert longer["ttft_s"] == pytest.approx(
         max(longer["new_s"], longer["load_s"] + longer["new_s"] - first + first / 4)

@@ -76,6 +76,18 @@ class Namespace:
         """
         return keys.chain_in(self._space, token_ids, self.layout.block_tokens, extras, partial)
 
+    def beside(self, name: str) -> Namespace:
+        """A namespace of opaque blocks for what belongs to the blocks of this one: side values, say, under the same keys.
+
+        Args:
+            name: tells several of them apart.
+
+        Returns:
+            The namespace; making it twice gives the same blocks. What is in it has a life of its own: removing a block here
+            removes nothing there. Does not block.
+        """
+        return Namespace(self._core, canonical.encode({"beside": name, "of": self.digest}), KVLayout.opaque())
+
     # Storing
 
     def put(

@@ -59,6 +59,7 @@ class DictNamespace:
     layout: KVLayout
     blocks: dict[bytes, bytes] = field(default_factory=dict)
     importance: dict[bytes, float] = field(default_factory=dict)
+    besides: dict[str, DictNamespace] = field(default_factory=dict)
 
     def chain(self, token_ids: Sequence[int], extras: None = None) -> list[bytes]:
         """One 32-byte key a full block of ``token_ids``; equal keys mean equal prefixes."""
@@ -70,6 +71,10 @@ class DictNamespace:
             keys.append(previous)
         return keys
 
+    def beside(self, name: str) -> DictNamespace:
+        """Opaque blocks for what belongs to the blocks of this one, under the same keys."""
+        return self.besides.setdefault(name, DictNamespace(KVLayout.opaque()))
+
     def match(self, keys: Sequence[bytes]) -> _Match:
         """How many of the first ``keys`` are here, without a gap."""
         count = next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
@@ -79,6 +84,10 @@ class DictNamespace:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key is here."""
         return [key in self.blocks for key in keys]
+
+    def remove(self, keys: Sequence[bytes]) -> list[bool]:
+        """Forget blocks. Whether each was here."""
+        return [self.blocks.pop(key, None) is not None for key in keys]
 
     def set_importance(self, keys: Sequence[bytes], scores: Sequence[float]) -> list[bool]:
         """Keep the score of each key that is here."""
@@ -109,7 +118,8 @@ class DictNamespace:
         for key, block in zip(keys, blocks, strict=True):
             present = key in self.blocks
             if not present:
-                self._check(block, self.layout.block_bytes)
+                if self.layout.kind != "opaque":
+                    self._check(block, self.layout.block_bytes)
                 self.blocks[key] = block.tobytes()
             results.append(_PutResult(stored=not present, present=present, tier="dict"))
         return results
@@ -120,23 +130,29 @@ class DictNamespace:
         outs: Sequence[NDArray[np.uint8]],
         *,
         layers: tuple[int, int] | None = None,
+        tokens: tuple[int, int] | None = None,
         timeout: float | None = None,
     ) -> list[_Result]:
-        """Copy each block, or some layers of it, into its buffer (``uint8``, exactly as long).
+        """Copy each block, or some layers or tokens of it, into its buffer (``uint8``, exactly as long).
 
         Raises:
             InvalidBlockError: for a buffer of another size.
         """
         results = []
-        first, last = layers or (0, self.layout.layers)
-        part = slice(self.layout.offsets[first], self.layout.offsets[last])
+        ranges = [
+            each
+            for layer in range(*(layers or (0, self.layout.layers)))
+            for each in self.layout.byte_range(layer, tokens)
+        ]
         for key, out in zip(keys, outs, strict=True):
-            self._check(out, part.stop - part.start)
             block = self.blocks.get(key)
             if block is None:
                 results.append(_Result(False, None, "absent"))
                 continue
-            out[:] = np.frombuffer(block, np.uint8)[part]
+            parts = [block[start:stop] for start, stop in ranges] if ranges else [block]
+            part = np.frombuffer(b"".join(parts), np.uint8)
+            self._check(out, part.nbytes)
+            out[:] = part
             results.append(_Result(True, "dict", None))
         return results
 

@@ -100,6 +100,21 @@ class BlockBuffer:
             for view, tensor in zip(views, pair, strict=True):
                 _copy(self._window(tensor, start, blocks), view[:, at : at + blocks])
 
+    def scatter_to(
+        self, cache: Sequence[tuple[torch.Tensor, torch.Tensor]], places: Sequence[int], tokens: Sequence[int]
+    ) -> None:
+        """As :meth:`write_to`, token by token.
+
+        Args:
+            cache: as there.
+            places: where each token goes.
+            tokens: which tokens these are, counted from the first of the first block.
+        """
+        to, which = torch.tensor(places, dtype=torch.long), torch.tensor(tokens, dtype=torch.long)
+        for views, pair in zip(self._views, cache, strict=True):
+            for view, tensor in zip(views, pair, strict=True):
+                _put(tensor[0], to.to(tensor.device), view.flatten(1, 2)[:, which])
+
     def read_from(self, cache: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int, blocks: int) -> None:
         """Copy each layer's keys and values from token ``start`` on into the first ``blocks`` blocks; the reverse of
         :meth:`write_to`.
@@ -113,6 +128,15 @@ class BlockBuffer:
         tokens = self._layout.block_tokens
         window: torch.Tensor = tensor[0].narrow(1, start, blocks * tokens).unflatten(1, (blocks, tokens))
         return window
+
+
+def _put(to: torch.Tensor, places: torch.Tensor, source: torch.Tensor) -> None:
+    """``to[:, places] = source``, as :func:`_copy` copies."""
+    if to.device.type != "cpu":
+        to[:, places] = source.to(to.device)
+        return
+    whole = _WHOLE[to.element_size()]
+    to.detach().view(whole).numpy()[:, places.numpy()] = source.detach().view(whole).numpy()
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:

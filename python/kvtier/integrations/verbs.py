@@ -62,6 +62,8 @@ class BlockNamespace(Protocol):
 
     def chain(self, token_ids: Sequence[int], extras: None = None) -> list[bytes]: ...
 
+    def beside(self, name: str) -> BlockNamespace: ...
+
     def match(self, keys: Sequence[bytes]) -> MatchLike: ...
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]: ...
@@ -78,8 +80,11 @@ class BlockNamespace(Protocol):
         outs: Sequence[NDArray[np.uint8]],
         *,
         layers: tuple[int, int] | None = None,
+        tokens: tuple[int, int] | None = None,
         timeout: float | None = None,
     ) -> Sequence[ResultLike]: ...
+
+    def remove(self, keys: Sequence[bytes]) -> Sequence[bool]: ...
 
     def put_many(
         self,

@@ -13,7 +13,7 @@ from kvtier.errors import InvalidBlockError
 from kvtier.integrations.tensors import layer_shapes, torch_dtype
 from kvtier.layout import KVLayout
 
-__all__ = ["Readers", "Room", "RoomyLayer"]
+__all__ = ["Readers", "Room", "RoomyCache", "RoomyLayer"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -100,6 +100,15 @@ class RoomyLayer(DynamicLayer):
         super().reset()
 
 
+class RoomyCache(DynamicCache):
+    """The cache that the model sees."""
+
+    hidden: torch.Tensor | None = None
+    """``bool[tokens]`` on the model's device: the first tokens, and which of them were left out, so that there is nothing to
+    attend to at their places; ``None`` if none were. :func:`kvtier.prefill.forward` masks them.
+    """
+
+
 class Room:
     """The tensors of a request's KV, ``[1, heads, tokens, width]`` a layer, and the cache that the model sees.
 
@@ -120,7 +129,7 @@ class Room:
         ]
         self.readers = Readers()
         self.layers = [RoomyLayer(i, pair, self.readers) for i, pair in enumerate(self.pairs)]
-        self.cache = DynamicCache()
+        self.cache = RoomyCache()
         self.cache.layers = list(self.layers)
 
     @classmethod
@@ -130,6 +139,13 @@ class Room:
         if any(keys is None or keys.dim() != 4 or keys.shape[0] != 1 for keys, _ in pairs):
             return None
         return pairs
+
+    def hide(self, hidden: torch.Tensor) -> None:
+        """Leave tokens out, see :attr:`RoomyCache.hidden`."""
+        self.cache.hidden = hidden.to(self.pairs[0][0].device)
+        for pair in self.pairs:
+            for tensor in pair:  # what happens to lie there might be NaN, which stays NaN times a weight of 0
+                tensor[:, :, : hidden.numel()].masked_fill_(self.cache.hidden[:, None], 0)
 
     def fill(self, tokens: int) -> None:
         """Let the model see the first ``tokens`` tokens, whatever lies behind them."""

@@ -18,12 +18,13 @@ from kvtier.errors import ConfigError, KvtierError
 from kvtier.integrations.verbs import BlockNamespace
 from kvtier.kappa import Measured
 from kvtier.prefill.ahead import Lookahead
+from kvtier.prefill.attended import Attended, most_attended
 from kvtier.prefill.cache import Room, RoomyLayer
-from kvtier.prefill.importance import AttentionMass, block_scores, watching
-from kvtier.prefill.loading import Load, MissingError, Stages, layer_groups
+from kvtier.prefill.importance import AttentionMass, watching
+from kvtier.prefill.loading import Load, MissingError, Stages, bytes_to_read, layer_groups
 from kvtier.prefill.model import forward, layout_of, namespace, synchronise
 from kvtier.prefill.plan import Meter, plan
-from kvtier.prefill.prompt import check_parts, token_ids
+from kvtier.prefill.prompt import check_fraction, check_parts, token_ids
 from kvtier.prefill.report import PrefillReport
 from kvtier.prefill.storing import WriteBack, Writer, held
 from kvtier.prefill.timeline import Event, busy
@@ -111,13 +112,19 @@ class PrefillEngine:
         self._stages = Stages(max(parse_size(staging, "staging"), 2 * most), pinned=model.device.type == "cuda")
         batch = max(1, min(chunk_tokens // layout.block_tokens, parse_size(staging, "staging") // layout.block_bytes))
         self._writer = Writer(self.blocks, timeout, batch, parse_size(backlog, "backlog"))
+        self._attended = Attended(self.blocks)
         self._running = threading.Lock()
         self._ahead = Lookahead(self.blocks, parse_size(lookahead, "lookahead"), timeout)
         self._numbers = itertools.count()
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="kvtier-prefill")
 
     def run(
-        self, input_ids: Sequence[int] | torch.Tensor, *, front: int | None = None, overlap: bool = True
+        self,
+        input_ids: Sequence[int] | torch.Tensor,
+        *,
+        front: int | None = None,
+        overlap: bool = True,
+        retain: float | None = None,
     ) -> Prefill:
         """Prefill one prompt.
 
@@ -126,26 +133,45 @@ class PrefillEngine:
             front: how many stored tokens to compute, rounded up to the grid: 0 loads all, any number as large as the
                 prompt computes all. Default: what is fastest by the measurements.
             overlap: whether to compute while the load goes on (default), or after it.
+            retain: load only this fraction of the stored tokens, above 0: the most attended ones by what requests with
+                ``importance`` counted, see :func:`kvtier.prefill.attended.most_attended`. Each keeps its position, the
+                others are masked, also for what :meth:`step` and :meth:`generate` add. The logits are no longer those of
+                the prompt (docs/PREFILL.md has what that costs), and nothing computed behind them is stored. Default,
+                and 1: all of them.
 
         Returns:
             Logits, cache and report. Blocks until the logits are there; new blocks are stored in the background, see
             ``report.stored``.
 
         Raises:
-            ConfigError: for an empty prompt, a batch, or what is no token of the model.
+            ConfigError: for an empty prompt, a batch, what is no token of the model, or no fraction.
             InvalidBlockError: where the model caches tensors of another shape or dtype than the layout says.
             ClosedError: where the store is closed.
         """
         begun = time.perf_counter()
         tokens = token_ids(input_ids, self.model)
-        return self._run(tokens, self.blocks.chain(tokens), begun, front, overlap)
+        check_fraction(retain)
+        return self._run(tokens, self.blocks.chain(tokens), begun, front, overlap, retain)
 
-    def _run(self, tokens: list[int], keys: Sequence[bytes], begun: float, front: int | None, overlap: bool) -> Prefill:
+    def _run(
+        self,
+        tokens: list[int],
+        keys: Sequence[bytes],
+        begun: float,
+        front: int | None,
+        overlap: bool,
+        retain: float | None,
+    ) -> Prefill:
         with self._running:
-            return _Run(self, tokens, keys, begun, front, overlap).go()
+            return _Run(self, tokens, keys, begun, front, overlap, retain).go()
 
     def submit(
-        self, input_ids: Sequence[int] | torch.Tensor, *, front: int | None = None, overlap: bool = True
+        self,
+        input_ids: Sequence[int] | torch.Tensor,
+        *,
+        front: int | None = None,
+        overlap: bool = True,
+        retain: float | None = None,
     ) -> Future[Prefill]:
         """As :meth:`run`, in the background: requests run in the order in which they were submitted, and while one runs,
         what the next ones need is fetched from NVMe to memory, as far as ``lookahead`` goes.
@@ -153,12 +179,13 @@ class PrefillEngine:
         Does not block. The future's ``result()`` is the prefill.
         """
         tokens = token_ids(input_ids, self.model)
+        check_fraction(retain)
         keys = self.blocks.chain(tokens)
         number = next(self._numbers)
 
         def work() -> Prefill:
             self._ahead.take(number)
-            return self._run(tokens, keys, time.perf_counter(), front, overlap)
+            return self._run(tokens, keys, time.perf_counter(), front, overlap, retain)
 
         future = self._queue.submit(work)
         self._ahead.add(number, keys)
@@ -217,7 +244,8 @@ class PrefillEngine:
             cache: of one sequence, from :meth:`run` or of transformers' own.
 
         Returns:
-            The write-back, which goes on in the background. The cache may be used meanwhile.
+            The write-back, which goes on in the background. The cache may be used meanwhile. Of a cache in which tokens were
+            left out (``retain``) nothing is stored: what was computed behind them is another prompt's.
 
         Raises:
             ConfigError: for a cache of a batch, or one that has dropped its first tokens.
@@ -230,6 +258,8 @@ class PrefillEngine:
                 "the cache is not that of one whole sequence: a batch, an empty one, or one that keeps a window only; keep() takes the cache of run()"
             )
         target = WriteBack(time.perf_counter())
+        if getattr(cache, "hidden", None) is not None:
+            return target
         keys = self.blocks.chain(tokens[:length])
         layer = cache.layers[0]
         readers = layer.readers if isinstance(layer, RoomyLayer) else None
@@ -272,12 +302,14 @@ class _Run:
         begun: float,
         front: int | None,
         overlap: bool,
+        retain: float | None,
     ) -> None:
         self.engine = engine
         self.tokens = tokens
         self.begun = begun
         self.asked = front
         self.overlap = overlap
+        self.retain = 1.0 if retain is None else retain
         self.blocks = engine.blocks
         self.chunk = engine.chunk_tokens
         self.size = self.blocks.layout.block_tokens
@@ -296,11 +328,14 @@ class _Run:
         cached = min(match.tokens, len(self.tokens) - 1) // self.chunk * self.chunk
         blocks = cached // self.size
         asked = None if self.asked is None else min(-(-self.asked // self.chunk) * self.chunk, cached)
+        kept = None
+        if self.retain < 1 and blocks:
+            kept = most_attended(self.engine._attended.read(self.keys[:blocks]), self.retain)
         chosen = plan(
             cached,
             len(self.tokens) - cached,
             match.tiers[:blocks],
-            self.blocks.layout.block_bytes,
+            bytes_to_read(self.blocks.layout, kept, match.tiers[:blocks]),
             self.chunk,
             len(self.engine.groups),
             self.engine.meter.measured(),
@@ -311,6 +346,10 @@ class _Run:
             why = f"{match.tokens} tokens are stored, which is less than a chunk of {self.chunk} before the last token"
         deadline = None if self.engine.timeout is None else time.perf_counter() + self.engine.timeout
         first = front // self.size
+        if kept is not None:
+            kept[:front] = True
+            if not kept.all():
+                self.room.hide(~kept)
         load = Load(
             self.blocks,
             self.room,
@@ -321,6 +360,7 @@ class _Run:
             deadline,
             self.begun,
             self.engine._stages,
+            None if kept is None else kept[front:],
         )
         try:
             if not self.overlap:
@@ -338,8 +378,8 @@ class _Run:
         if load.missing:
             why = f"{why}; but loading failed: {load.reason}: {self.lost} tokens were computed again"
         if self.mass is not None and self.keys:
-            scores = block_scores(self.mass.scores(), 0, len(self.keys), self.size)
-            self.engine._writer.score(self.keys, scores, self.stored)
+            received = torch.stack([self.mass.mass, self.mass.seen])[:, : len(self.keys) * self.size]
+            self.engine._writer.count(self.keys, received, self.stored)
         report = self._report(ended, match.tokens, cached, front, load, chosen.predicted, why)
         self.engine.meter.computed(self.passes)
         self.engine.meter.loaded(report.bytes, report.load_s)
@@ -363,7 +403,7 @@ class _Run:
         return logits
 
     def _recover(self, load: Load) -> None:
-        """Compute the chunks that did not load; the others stay."""
+        """Compute the chunks that did not load, all tokens of them; the others stay."""
         waited = time.perf_counter()
         load.finish()
         self._stall(waited, -1, (0, 0))
@@ -410,7 +450,7 @@ class _Run:
     def _keep(self, start: int, end: int) -> None:
         """Have the full blocks of a chunk stored."""
         first, last = start // self.size, min(end // self.size, len(self.keys))
-        if first < last:
+        if first < last and self.room.cache.hidden is None:
             before = self.keys[first - 1] if first else None
             keys = self.keys[first:last]
             self.engine._writer.submit(self.room.pairs, self.room.readers, first, keys, before, self.stored)
@@ -429,7 +469,9 @@ class _Run:
         for event in load.events:
             sizes[str(event.tier)] = sizes.get(str(event.tier), 0) + event.bytes
         seconds = {tier: busy(e for e in load.events if e.tier == tier) for tier in sizes}
-        reused = cached - front - self.lost
+        hidden = self.room.cache.hidden
+        left_out = 0 if hidden is None else int(hidden.sum())
+        reused = cached - front - self.lost - left_out
         ttft = ended - self.begun
         return PrefillReport(
             tokens=len(self.tokens),
@@ -437,6 +479,7 @@ class _Run:
             tokens_reused=reused,
             tokens_front=front,
             tokens_lost=self.lost,
+            tokens_left_out=left_out,
             bytes=sizes,
             load_s=seconds,
             compute_s=sum(spent for *_, spent in self.passes),

@@ -6,17 +6,22 @@ import threading
 import time
 from collections.abc import Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from kvtier.integrations.tensors import BlockBuffer
 from kvtier.integrations.verbs import BlockNamespace
+from kvtier.layout import KVLayout
 from kvtier.prefill.cache import Room
 from kvtier.prefill.storing import UNAVAILABLE
 from kvtier.prefill.timeline import Event
 
-__all__ = ["Load", "MissingError", "Stages", "layer_groups"]
+__all__ = ["Load", "MissingError", "Stages", "bytes_to_read", "layer_groups"]
 
+PARTLY = ("hbm", "dram", "cxl", "dict")
+"""Tiers of which a part of a layer can be read without reading the rest."""
 LOADERS = 2
 """One reads from the store while the other copies to where the model reads: one would leave the link idle meanwhile."""
 _READ = 16 << 10
@@ -70,6 +75,16 @@ class Stages:
         self._threads.shutdown()
 
 
+class _Part(NamedTuple):
+    """Blocks of which the same tokens are read, in one call."""
+
+    group: int
+    blocks: Sequence[int]
+    """Counted from the first of the load."""
+    tokens: tuple[int, int]
+    """Within a block."""
+
+
 class Load:
     """The tail of one request's prefix on its way into the room.
 
@@ -86,6 +101,8 @@ class Load:
         deadline: ``time.perf_counter()`` after which nothing is waited for; ``None`` for never.
         begun: when the request began, for the timeline.
         stages: staging memory and threads.
+        kept: ``bool[tokens]`` of the keys' tokens: which to load; default all. Of a block that is not in memory all are read if
+            one is, for segments are read whole there.
     """
 
     def __init__(
@@ -99,6 +116,7 @@ class Load:
         deadline: float | None,
         begun: float,
         stages: Stages,
+        kept: torch.Tensor | None = None,
     ) -> None:
         self._blocks = blocks
         self._room = room
@@ -108,16 +126,20 @@ class Load:
         self._deadline = deadline
         self._begun = begun
         self._changed = threading.Condition()
-        self._items: list[tuple[int, range, int, int]] = []
+        self._groups = groups
+        self._kept = None if kept is None else kept.tolist()
+        self._items: list[_Part] = []
         self._open: list[int] = []
         self._group_of: dict[int, int] = {}
         layout = blocks.layout
+        spans = _spans(kept, tiers, layout.block_tokens)
         for number, group in enumerate(groups):
-            part = layout.offsets[group.stop] - layout.offsets[group.start]
-            step = max(1, stages.each // part)
-            spans = [(at, min(at + step, len(keys))) for at in range(0, len(keys), step)]
-            self._items += [(number, group, *span) for span in spans]
-            self._open.append(len(spans))
+            token = (layout.offsets[group.stop] - layout.offsets[group.start]) // layout.block_tokens
+            before = len(self._items)
+            for tokens, numbers in spans.items():
+                step = max(1, stages.each // (token * (tokens[1] - tokens[0])))
+                self._items += [_Part(number, numbers[at : at + step], tokens) for at in range(0, len(numbers), step)]
+            self._open.append(len(self._items) - before)
             self._group_of |= dict.fromkeys(group, number)
         self._next = 0
         self._error: BaseException | None = None
@@ -125,7 +147,7 @@ class Load:
         """Numbers of blocks that did not load, counted from the first of the prompt."""
         self.reason = ""
         self.events: list[Event] = []
-        self._threads = stages.start(self) if keys else []
+        self._threads = stages.start(self) if self._items else []
 
     def wait(self, layer: int) -> None:
         """Block until a layer is there.
@@ -169,29 +191,34 @@ class Load:
                 item = self._items[self._next]
                 self._next += 1
             try:
-                self._item(*item[1:], memory, stream)
+                self._item(item, memory, stream)
             except BaseException as error:  # the model's thread raises it
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
                 return
             with self._changed:
-                self._open[item[0]] -= 1
+                self._open[item.group] -= 1
                 self._changed.notify_all()
 
-    def _item(
-        self, group: range, start: int, stop: int, memory: torch.Tensor, stream: torch.cuda.Stream | None
-    ) -> None:
-        wanted = [i for i in range(start, stop) if self._first + i not in self.missing]
+    def _item(self, part: _Part, memory: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+        group, (start, stop), layout = self._groups[part.group], part.tokens, self._blocks.layout
+        wanted = [i for i in part.blocks if self._first + i not in self.missing]
         if not wanted:
             return
-        buffer = BlockBuffer(self._blocks.layout, len(wanted), group, memory)
+        whole = stop - start == layout.block_tokens
+        piece = layout if whole else replace(layout, block_tokens=stop - start)
+        buffer = BlockBuffer(piece, len(wanted), group, memory)
         rows = buffer.rows(len(wanted))
         begun = time.perf_counter()
         left = None if self._deadline is None else max(0.0, self._deadline - begun)
         try:
             results = self._blocks.get_into(
-                [self._keys[i] for i in wanted], rows, layers=(group.start, group.stop), timeout=left
+                [self._keys[i] for i in wanted],
+                rows,
+                layers=(group.start, group.stop),
+                tokens=None if whole else part.tokens,
+                timeout=left,
             )
         except UNAVAILABLE as error:
             self._lose(wanted, str(error))
@@ -199,11 +226,21 @@ class Load:
         bad = {at: result for at, result in enumerate(results) if not result.hit}
         if bad:
             self._lose([wanted[at] for at in bad], next(iter(bad.values())).reason or "the block is gone")
-        size = self._blocks.layout.block_tokens
+        size = layout.block_tokens
         tensors = self._room.slice(group)
         with torch.cuda.stream(stream):  # does nothing without one
-            for first, last in _runs(wanted, bad):
-                buffer.write_to(tensors, (self._first + wanted[first]) * size, last - first, first)
+            if self._kept is None:
+                for first, last in _runs(wanted, bad):
+                    buffer.write_to(tensors, (self._first + wanted[first]) * size, last - first, first)
+            else:
+                good = [at for at in range(len(wanted)) if at not in bad]
+                found = [
+                    (wanted[at] * size + start + i, at * (stop - start) + i) for at in good for i in range(stop - start)
+                ]
+                found = [(place, token) for place, token in found if self._kept[place]]
+                buffer.scatter_to(
+                    tensors, [self._first * size + place for place, _ in found], [token for _, token in found]
+                )
         if stream is not None:
             stream.synchronize()
         ended = time.perf_counter()
@@ -221,6 +258,33 @@ class Load:
             self.reason = self.reason or reason
             self.missing.update(self._first + i for i in wanted)
             self._changed.notify_all()
+
+
+def bytes_to_read(layout: KVLayout, kept: torch.Tensor | None, tiers: Sequence[str]) -> list[int]:
+    """Bytes that a :class:`Load` of all layers reads of each block, see there."""
+    tokens = [0] * len(tiers)
+    for (first, last), numbers in _spans(kept, tiers, layout.block_tokens).items():
+        for number in numbers:
+            tokens[number] += last - first
+    return [count * layout.bytes_per_token for count in tokens]
+
+
+def _spans(kept: torch.Tensor | None, tiers: Sequence[str], block_tokens: int) -> dict[tuple[int, int], list[int]]:
+    """The blocks to read for each range of tokens within a block."""
+    everything = (0, block_tokens)
+    if kept is None:
+        return {everything: list(range(len(tiers)))} if tiers else {}
+    spans: dict[tuple[int, int], list[int]] = {}
+    for number, (flags, tier) in enumerate(zip(kept.view(-1, block_tokens).tolist(), tiers, strict=True)):
+        if any(flags) and tier not in PARTLY:
+            spans.setdefault(everything, []).append(number)
+            continue
+        edges = [
+            at for at in range(block_tokens + 1) if (at > 0 and flags[at - 1]) != (at < block_tokens and flags[at])
+        ]
+        for first, last in zip(edges[::2], edges[1::2], strict=True):
+            spans.setdefault((first, last), []).append(number)
+    return spans
 
 
 def _runs(wanted: Sequence[int], bad: Container[int]) -> list[tuple[int, int]]:

@@ -56,11 +56,20 @@ def forward(model: Any, tokens: Sequence[int], cache: DynamicCache) -> torch.Ten
 
 @torch.no_grad()
 def logits_of(model: Any, tokens: Sequence[int], cache: DynamicCache, last: int) -> torch.Tensor:
-    """As :func:`forward`: the logits of the ``last`` tokens, ``[1, last, vocabulary]``; 0 is all."""
+    """As :func:`forward`: the logits of the ``last`` tokens, ``[1, last, vocabulary]``; 0 is all. Tokens that a
+    :class:`kvtier.prefill.cache.RoomyCache` hides are attended to by none.
+    """
     ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
-    logits: torch.Tensor = model(
-        input_ids=ids, use_cache=True, logits_to_keep=last, **{cache_argument(model): cache}
-    ).logits
+    options: dict[str, Any] = {cache_argument(model): cache}
+    hidden = getattr(cache, "hidden", None)
+    if hidden is not None:
+        length = cache.get_seq_length()
+        hidden[length : length + len(tokens)] = False  # there they are now
+        if hidden[:length].any():
+            seen = torch.ones(1, length + len(tokens), dtype=torch.long, device=model.device)
+            seen[0, : hidden.numel()] = ~hidden[: seen.shape[1]]
+            options["attention_mask"] = seen
+    logits: torch.Tensor = model(input_ids=ids, use_cache=True, logits_to_keep=last, **options).logits
     return logits
 
 

@@ -145,7 +145,7 @@ def plan(
     cached: int,
     new: int,
     tiers: Sequence[str],
-    block_bytes: int,
+    sizes: Sequence[int],
     grid: int,
     groups: int,
     measured: Measured | None,
@@ -157,7 +157,7 @@ def plan(
         cached: stored tokens, whole chunks.
         new: tokens behind them, at least 1.
         tiers: where each block of them lies.
-        block_bytes: bytes of one.
+        sizes: bytes to load of each.
         grid: tokens a chunk; the front is whole chunks.
         groups: in how many steps the layers load.
         measured: the machine; ``None`` loads everything, and so measures.
@@ -180,10 +180,11 @@ def plan(
     load_s, loads = 0.0, [0.0] * (cached // grid + 1)
     per_tier = dict.fromkeys(tiers, 0.0)
     for chunk in range(cached // grid - 1, -1, -1):
-        for tier in tiers[chunk * grid // block_tokens : (chunk + 1) * grid // block_tokens]:
-            per_tier[tier] += block_bytes * measured.rates[tier][0]
+        for block in range(chunk * grid // block_tokens, (chunk + 1) * grid // block_tokens):
+            per_tier[tiers[block]] += sizes[block] * measured.rates[tiers[block]][0]
         load_s = max(per_tier.values()) if measured.concurrent else sum(per_tier.values())
-        loads[chunk] = load_s + measured.hit_s + max(measured.rates[tier][1] for tier, t in per_tier.items() if t)
+        begin_s = max((measured.rates[tier][1] for tier, t in per_tier.items() if t), default=0.0)
+        loads[chunk] = load_s + measured.hit_s + begin_s
 
     def total(chunk: int) -> float:
         front_s = measured.prefill.prefix(chunk * grid)

@@ -10,7 +10,7 @@ import torch
 
 from kvtier.errors import ConfigError
 
-__all__ = ["check_parts", "token_ids"]
+__all__ = ["check_fraction", "check_parts", "token_ids"]
 
 
 def check_parts(model: Any, store: Any) -> None:
@@ -28,6 +28,18 @@ def check_parts(model: Any, store: Any) -> None:
         raise ConfigError(
             f"a {type(store).__name__} was given as the store; allowed is a kvtier.Store, or a namespace of one. The order "
             "is model, store, input_ids"
+        )
+
+
+def check_fraction(retain: float | None) -> None:
+    """Whether this is a fraction of tokens.
+
+    Raises:
+        ConfigError: where it is not.
+    """
+    if retain is not None and not 0 < retain <= 1:
+        raise ConfigError(
+            f"retain={retain!r} is not a fraction; allowed are numbers above 0 up to 1, where 1 loads all"
         )
 
 

@@ -30,6 +30,8 @@ class PrefillReport:
     """Matched tokens that were computed on purpose: the front of a split, or all of them."""
     tokens_lost: int
     """Tokens that were to be loaded, but failed to or came too late, and were computed."""
+    tokens_left_out: int
+    """Stored tokens that were not loaded because ``retain`` asked for a fraction."""
     bytes: Mapping[str, int]
     """Bytes loaded, by the tier where they were found."""
     load_s: Mapping[str, float]

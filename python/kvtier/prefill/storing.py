@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
+
 from kvtier.errors import CorruptError, DeadlineError, FullError, StorageError
 from kvtier.integrations.tensors import BlockBuffer
 from kvtier.integrations.verbs import BlockNamespace
+from kvtier.prefill.attended import Attended
 from kvtier.prefill.cache import Pair, Readers
+from kvtier.prefill.importance import block_scores
 from kvtier.prefill.timeline import Event
 
 __all__ = ["UNAVAILABLE", "WriteBack", "Writer", "held"]
@@ -84,11 +88,11 @@ class _Job:
 
 
 @dataclass
-class _Scores:
-    """The importance of blocks that were handed over before."""
+class _Attention:
+    """What the tokens of blocks received, which were handed over before."""
 
     keys: Sequence[bytes]
-    scores: Sequence[float]
+    received: torch.Tensor
     target: WriteBack = field(repr=False)
 
 
@@ -105,11 +109,12 @@ class Writer:
     def __init__(self, blocks: BlockNamespace, timeout: float | None, batch: int, backlog: int) -> None:
         self._blocks = blocks
         self._timeout = timeout
+        self._attended = Attended(blocks)
         self._batch = batch
         self._backlog = backlog
         self._waiting = 0
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | _Scores | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | _Attention | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -142,19 +147,20 @@ class Writer:
                 readers.enter((first + len(keys)) * self._blocks.layout.block_tokens)
             self._put(_Job(pairs, readers, first, keys, before, target))
 
-    def score(self, keys: Sequence[bytes], scores: Sequence[float], target: WriteBack) -> None:
-        """Set the importance of blocks, behind what was submitted before. Does not block.
+    def count(self, keys: Sequence[bytes], received: torch.Tensor, target: WriteBack) -> None:
+        """Count attention to blocks and set their importance by all of it, behind what was submitted before. Does not
+        block.
 
         Args:
-            keys: of any blocks; those that the store does not hold by then are left out.
-            scores: of each.
+            keys: of a prompt's first blocks; those that the store does not hold by then are left out.
+            received: see :meth:`kvtier.prefill.attended.Attended.add`.
             target: whoever waits for it waits for this too.
         """
         with self._lock:
             if not self._closed:
-                self._put(_Scores(keys, scores, target))
+                self._put(_Attention(keys, received, target))
 
-    def _put(self, job: _Job | _Scores) -> None:
+    def _put(self, job: _Job | _Attention) -> None:
         """Called under the lock."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvtier-store", daemon=True)
@@ -176,17 +182,21 @@ class Writer:
         while (job := self._jobs.get()) is not None:
             error: BaseException | None = None
             try:
-                if isinstance(job, _Scores):
-                    self._score(job)
+                if isinstance(job, _Attention):
+                    self._count(job)
                 else:
                     self._store(job, buffer)
             except BaseException as caught:  # the thread goes on; whoever waits for the request sees it
                 error = caught
             job.target.closed(error)
 
-    def _score(self, job: _Scores) -> None:
+    def _count(self, job: _Attention) -> None:
+        size = self._blocks.layout.block_tokens
         with suppress(*UNAVAILABLE):
-            self._blocks.set_importance(job.keys, job.scores)
+            count = held(self._blocks, job.keys)
+            mass, seen = self._attended.add(job.keys[:count], job.received[:, : count * size])
+            scores = block_scores(mass / seen.clamp(min=1), 0, count, size)
+            self._blocks.set_importance(job.keys[:count], scores)
 
     def _store(self, job: _Job, buffer: BlockBuffer) -> None:
         target, layout = job.target, self._blocks.layout

@@ -1,0 +1,113 @@
+"""What a prefix in fewer bytes costs in quality: lossy codecs and `retain`, through the prefill engine, on real text.
+
+    python benches/quality.py MODEL_DIRECTORY [CACHED [NEW]]
+
+Prints JSON Lines; two to three minutes on two cores, in fp32. The prefix is loaded from NVMe after a restart (codecs) or from memory (`retain`), then NEW tokens of the
+same text are judged: ``kl`` is the mean divergence of the next token's distribution from that over the exact KV, in nats,
+``top1`` the share of positions with the same likeliest token, ``bound`` what is allowed. ``first_and_last`` is what `retain` is worth:
+as many tokens, the first four and the latest ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from kvtier import Dram, Nvme, Store, codecs
+from kvtier.cli import prompt as prompts
+from kvtier.cli.model import load
+from kvtier.identity import Identity
+from kvtier.integrations.reference import DictNamespace
+from kvtier.prefill import Prefill, PrefillEngine, layout_of, logits_of
+from kvtier.prefill.attended import most_attended
+from kvtier.prefill.importance import SINKS
+
+FRACTIONS = (0.75, 0.5, 0.25, 0.1)
+BOUNDS = {"zstd": (0.0, 1.0), "int4": (0.1, 0.9), "int4+zstd": (0.1, 0.9), "exact": (0.0, 1.0)}
+"""The largest KL and the smallest share of equal top tokens; of 8-bit codecs 0.01 and 0.97. `retain` has none: it is measured."""
+EIGHT_BITS = (0.01, 0.97)
+
+
+def first_and_last(attended: torch.Tensor, fraction: float) -> torch.Tensor:
+    """As many tokens as :func:`kvtier.prefill.attended.most_attended` keeps, without looking at attention."""
+    kept = torch.zeros(attended.shape[1], dtype=torch.bool)
+    kept[:SINKS] = True
+    kept[-(math.ceil(fraction * kept.numel()) - SINKS) :] = True
+    return kept
+
+
+class Judge:
+    """Tokens behind a prefix, and what the model says over exact KV."""
+
+    def __init__(self, model: Any, cached: list[int], new: list[int]) -> None:
+        self.model, self.cached, self.new = model, cached, new
+        self.exact: torch.Tensor | None = None
+
+    def over(self, result: Prefill) -> dict[str, float]:
+        """Compare what it says over the cache of a prefill of ``cached`` and the first of ``new``."""
+        logits = torch.cat([result.logits, logits_of(self.model, self.new[1:], result.cache, 0)[0]])
+        told = torch.log_softmax(logits.double(), -1)
+        if self.exact is None:
+            self.exact = told
+        return {
+            "kl": float((self.exact.exp() * (self.exact - told)).sum(-1).mean()),
+            "top1": float((self.exact.argmax(-1) == told.argmax(-1)).double().mean()),
+        }
+
+
+def of_codecs(model: Any, judge: Judge, work: Path) -> Iterator[dict[str, Any]]:
+    """A row a codec."""
+    layout, prompt = layout_of(model), [*judge.cached, judge.new[0]]
+    size = 3 * len(judge.cached) * layout.bytes_per_token + (256 << 20)
+    for name in (None, *codecs.NAMES):
+        for _ in (True, False):
+            with Store(Dram(size), Nvme(work / (name or "none"), size)) as store:
+                blocks = store.namespace(Identity(b"quality"), layout, codec=name)
+                with PrefillEngine(model, blocks) as engine:
+                    result = engine.run(prompt, front=0)
+                    engine.flush(result)
+                store.flush()
+        assert set(result.report.bytes) == {"nvme"}
+        label = name or "exact"
+        kl, top1 = BOUNDS.get(label, EIGHT_BITS)
+        row = {"name": f"codec_{label}", "tokens": len(judge.cached)} | judge.over(result)
+        met = row["kl"] <= kl and row["top1"] >= top1
+        yield row | {"bound": {"kl": kl, "top1": top1}, "met": met}
+
+
+def of_retain(model: Any, judge: Judge) -> Iterator[dict[str, Any]]:
+    """A row a fraction and way to choose."""
+    blocks, prompt = DictNamespace(layout_of(model)), [*judge.cached, judge.new[0]]
+    with PrefillEngine(model, blocks, importance=True) as engine:
+        engine.flush(engine.run(judge.cached))
+    with PrefillEngine(model, blocks) as engine:
+        for fraction in (1.0, *FRACTIONS):
+            for choose in (most_attended, first_and_last)[: 1 if fraction == 1 else 2]:
+                with mock.patch("kvtier.prefill.engine.most_attended", choose):
+                    result = engine.run(prompt, front=0, retain=fraction)
+                read = sum(result.report.bytes.values())
+                row = {"name": f"{choose.__name__}_{fraction:g}", "tokens": result.report.tokens_reused, "bytes": read}
+                yield row | judge.over(result)
+
+
+def main(directory: Path, cached: int, new: int) -> None:
+    """Measure, and print."""
+    model, tokenizer = load(directory)
+    ids = prompts.build(tokenizer, prompts.python_topics(), "", cached + new)[: cached + new]
+    for row in of_retain(model, Judge(model, ids[:cached], ids[cached:])):
+        print(json.dumps(row), flush=True)
+    with tempfile.TemporaryDirectory(prefix="quality-") as work:
+        for row in of_codecs(model, Judge(model, ids[:cached], ids[cached:]), Path(work)):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *(int(each) for each in (*sys.argv[2:], 1024, 256)[:2]))

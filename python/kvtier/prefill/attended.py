@@ -1,0 +1,68 @@
+"""The attention that stored tokens received, kept beside their blocks, and which of them to load by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvtier.integrations.verbs import BlockNamespace
+from kvtier.prefill.importance import SINKS
+
+__all__ = ["Attended", "most_attended"]
+
+
+class Attended:
+    """What :class:`kvtier.prefill.importance.AttentionMass` counted of the tokens of stored blocks, over all requests.
+
+    It lies in a namespace beside the blocks, under their keys, so it goes down to NVMe as they do and survives a restart. A
+    block's part is ``float32[2, block_tokens]``: mass, and how often the token was visible.
+
+    Args:
+        blocks: the namespace of the blocks.
+    """
+
+    def __init__(self, blocks: BlockNamespace) -> None:
+        self._beside = blocks.beside("attention")
+        self._tokens = blocks.layout.block_tokens
+
+    def read(self, keys: Sequence[bytes]) -> torch.Tensor:
+        """Mass and visibility of the tokens of blocks, ``float32[2, tokens]``; 0 where nothing is known. Blocks as long as
+        a load of a few bytes takes.
+        """
+        found = np.zeros((len(keys), 2, self._tokens), np.float32)
+        results = self._beside.get_into(keys, list(found.reshape(len(keys), -1).view(np.uint8))) if keys else []
+        for part, result in zip(found, results, strict=True):
+            if not result.hit:
+                part[:] = 0
+        return torch.from_numpy(found.swapaxes(0, 1).reshape(2, -1))
+
+    def add(self, keys: Sequence[bytes], more: torch.Tensor) -> torch.Tensor:
+        """Count ``more``, ``float32[2, tokens]``, to blocks. Returns the sums. Blocks until they are stored."""
+        sums = self.read(keys) + more
+        parts = sums.numpy().reshape(2, len(keys), self._tokens).swapaxes(0, 1)
+        self._beside.remove(keys)  # a key's bytes do not change, so they are replaced
+        self._beside.put_many(keys, list(np.ascontiguousarray(parts).reshape(len(keys), -1).view(np.uint8)))
+        return sums
+
+
+def most_attended(attended: torch.Tensor, fraction: float) -> torch.Tensor:
+    """Which tokens to keep of a prefix.
+
+    Args:
+        attended: ``float32[2, tokens]``, see :meth:`Attended.read`.
+        fraction: how many of them, above 0, at most 1.
+
+    Returns:
+        ``bool[tokens]``: the first four, which every query attends to, those of which nothing is known, and of the others
+        the most attended ones, as many as the fraction leaves room for.
+    """
+    mass, seen = attended
+    scores = torch.where(seen > 0, mass / seen.clamp(min=1), torch.inf)
+    scores[:SINKS] = torch.inf
+    count = max(math.ceil(fraction * scores.numel()), int(scores.isinf().sum()))
+    kept = torch.zeros(scores.numel(), dtype=torch.bool)
+    kept[torch.argsort(scores, descending=True, stable=True)[:count]] = True
+    return kept

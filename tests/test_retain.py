@@ -1,0 +1,215 @@
+"""`retain`: only the most attended tokens of a stored prefix are loaded, each at its own position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvtier.errors import ConfigError
+from kvtier.integrations.reference import DictNamespace
+from kvtier.prefill import Prefill, PrefillEngine, layout_of, namespace
+from kvtier.prefill.attended import Attended, most_attended
+from kvtier.prefill.importance import SINKS
+from kvtier.prefill.model import cache_argument
+from test_prefill import CONFIGS, build, llama
+from test_prefill_engine import BLOCK, CACHED, CHUNK, PROMPT, WAIT, same, store_of
+
+FRACTION = 0.3
+
+
+@torch.no_grad()
+def sharp(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A model that attends to some tokens much more than to others; else all of the most attended ones are at the front."""
+    model = build(config, dtype)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj")):
+            parameter.mul_(20)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return sharp(llama())
+
+
+def stored(model: Any, block: int = BLOCK) -> DictNamespace:
+    """The prompt's KV, and what its tokens received."""
+    blocks = DictNamespace(layout_of(model, block))
+    with PrefillEngine(model, blocks, chunk_tokens=max(CHUNK, block), importance=True) as engine:
+        assert engine.flush(engine.run(PROMPT))
+    return blocks
+
+
+def kept_of(blocks: Any, tokens: int = CACHED) -> torch.Tensor:
+    keys = blocks.chain(PROMPT)[: tokens // blocks.layout.block_tokens]
+    return most_attended(Attended(blocks).read(keys), FRACTION)
+
+
+def exact(model: Any, blocks: DictNamespace) -> Prefill:
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        return engine.run(PROMPT, front=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kept_tokens_stay_where_they_are_and_the_others_are_not_seen(name: str, dtype: torch.dtype) -> None:
+    """The same bits as the model itself gives over the same KV with a mask; close to the kept KV alone, at its positions."""
+    model = sharp(CONFIGS[name](), dtype)
+    blocks = stored(model)
+    kept, whole = kept_of(blocks), exact(model, blocks)
+    assert int(kept.sum()) == -(-CACHED * 3 // 10)
+    assert kept[:SINKS].all()
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        some = engine.run(PROMPT, front=0, retain=FRACTION)
+        step = engine.step(5, some.cache)
+    assert some.report.tokens_reused == int(kept.sum())
+    assert some.report.tokens_left_out == CACHED - int(kept.sum())
+    assert some.report.bytes == {"dict": int(kept.sum()) * blocks.layout.bytes_per_token}
+    assert not torch.equal(some.logits, whole.logits)
+
+    def told(keep: torch.Tensor, masked: bool) -> list[torch.Tensor]:
+        """The model over a cache of its own, in which only ``keep`` is visible, or is at all."""
+        cache, logits = transformers.DynamicCache(), []
+        for index, layer in enumerate(whole.cache.layers):
+            pair = (layer.keys[:, :, :CACHED], layer.values[:, :, :CACHED])
+            pair = tuple(t.masked_fill(~keep[:, None], 0) if masked else t[:, :, keep] for t in pair)
+            cache.update(pair[0].clone(), pair[1].clone(), index)
+        for start, part in ((CACHED, PROMPT[CACHED:]), (len(PROMPT), [5])):
+            options: dict[str, Any] = {cache_argument(model): cache}
+            if masked:
+                behind = torch.ones(start + len(part) - CACHED, dtype=torch.long)
+                options["attention_mask"] = torch.cat([keep.long(), behind])[None]
+            else:
+                options["position_ids"] = torch.arange(start, start + len(part))[None]
+            with torch.no_grad():
+                ids = torch.tensor([part])
+                logits.append(model(input_ids=ids, use_cache=True, logits_to_keep=1, **options).logits[:, -1])
+        return logits
+
+    for mine, theirs in zip((some.logits, step), told(kept, masked=True), strict=True):
+        assert torch.equal(mine, theirs)
+    if "sliding" not in name:  # a window counts positions, which tokens moved together no longer have
+        tolerance = 1e-4 if dtype == torch.float32 else 0.1
+        for mine, theirs in zip((some.logits, step), told(kept, masked=False), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("block", [BLOCK, 128], ids=["small-blocks", "segmented-blocks"])
+@pytest.mark.parametrize("kind", ["dram", "nvme"])
+def test_every_way_gives_the_bits_of_a_dict(kind: str, block: int, tmp_path: Path) -> None:
+    """From memory, and from NVMe after a restart, where the counts of attention come from too."""
+    model, chunk = sharp(llama(num_hidden_layers=4)), max(CHUNK, block)
+    cached = len(PROMPT) // chunk * chunk
+    reference = stored(model, block)
+    kept = kept_of(reference, cached)
+    ways: list[dict[str, Any]] = [{"front": 0, "overlap": False}, {"front": 0}, {"front": cached - chunk}]
+    with store_of(kind, tmp_path) as store:
+        blocks = namespace(store, model, block_tokens=block, weights=b"tests")
+        with PrefillEngine(model, blocks, chunk_tokens=chunk, importance=True) as engine:
+            assert engine.flush(engine.run(PROMPT))
+        with PrefillEngine(model, blocks, chunk_tokens=chunk) as engine:
+            warm = [engine.run(PROMPT, retain=FRACTION, **way) for way in ways] if kind == "dram" else []
+    for way in ways if kind == "nvme" else []:
+        with store_of(kind, tmp_path) as store:
+            blocks = namespace(store, model, block_tokens=block, weights=b"tests")
+            with PrefillEngine(model, blocks, chunk_tokens=chunk) as engine:
+                warm.append(engine.run(PROMPT, retain=FRACTION, **way))
+    with PrefillEngine(model, reference, chunk_tokens=chunk) as engine:
+        for way, result in zip(ways, warm, strict=True):
+            same(result, engine.run(PROMPT, retain=FRACTION, **way))
+            loaded = kept[way["front"] :]
+            assert result.report.tokens_reused == int(loaded.sum())
+            # Whole segments of the blocks that have a kept token are read from NVMe.
+            touched = loaded.view(-1, block).any(1).repeat_interleave(block)
+            read = int((loaded if kind == "dram" else touched).sum())
+            assert result.report.bytes == {kind: read * blocks.layout.bytes_per_token}
+
+
+def test_all_of_them_is_no_selection_at_all(model: Any) -> None:
+    blocks = stored(model)
+    whole = exact(model, blocks)
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        all_kept = engine.run(PROMPT, front=0, retain=1.0)
+    same(all_kept, whole)
+    assert all_kept.report.bytes == whole.report.bytes
+    assert all_kept.report.tokens_left_out == 0
+
+
+def test_tokens_of_which_nothing_is_known_are_loaded(model: Any) -> None:
+    blocks = DictNamespace(layout_of(model, BLOCK))
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        cold = engine.run(PROMPT)
+        engine.flush(cold)
+        same(engine.run(PROMPT, front=0, retain=FRACTION), cold)
+
+
+def test_nothing_is_stored_of_what_was_computed_behind_a_selection(model: Any) -> None:
+    blocks = stored(model)
+    before = dict(blocks.blocks)
+    longer = [*PROMPT[:CACHED], *([3] * 100)]
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        result = engine.run(longer, front=0, retain=FRACTION)
+        told = list(engine.generate(longer, 20, after=result))
+        assert engine.keep([*longer, *told], result.cache).wait(WAIT)
+        assert engine.flush(result)
+    assert result.report.tokens_left_out > 0
+    assert blocks.blocks == before
+
+
+def test_a_load_that_fails_is_computed_with_all_of_its_tokens(model: Any) -> None:
+    good = stored(model)
+    kept = kept_of(good)
+    number = next(i for i in range(4, CACHED // BLOCK) if kept[i * BLOCK : (i + 1) * BLOCK].any())
+    lost, chunk = good.chain(PROMPT)[number], number * BLOCK // CHUNK * CHUNK
+
+    class Forgetful(DictNamespace):
+        def match(self, keys: Sequence[bytes]) -> Any:
+            return good.match(keys)
+
+    blocks = Forgetful(good.layout, {k: v for k, v in good.blocks.items() if k != lost}, besides=good.besides)
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        result = engine.run(PROMPT, front=0, retain=FRACTION)
+    rest = int(kept.sum()) - int(kept[chunk : chunk + CHUNK].sum())
+    assert result.report.tokens_lost == CHUNK
+    assert result.report.tokens_reused == rest
+    assert result.report.tokens_left_out == CACHED - rest - CHUNK
+    assert result.cache.hidden is not None
+    assert not result.cache.hidden[chunk : chunk + CHUNK].any()
+    assert result.logits.isfinite().all()
+
+
+def test_attention_adds_up_over_requests_and_a_restart(model: Any, tmp_path: Path) -> None:
+    keys, sums = [], []
+    for _ in range(2):
+        with store_of("nvme", tmp_path) as store:
+            blocks = namespace(store, model, weights=b"tests")
+            with PrefillEngine(model, blocks, chunk_tokens=CHUNK, importance=True) as engine:
+                engine.flush(engine.run(PROMPT, front=len(PROMPT)))
+            keys = blocks.chain(PROMPT)
+            sums.append(Attended(blocks).read(keys))
+    assert (sums[0][1] > 0).all()
+    torch.testing.assert_close(sums[1], 2 * sums[0])
+
+
+def test_what_counts_is_attention_by_visibility() -> None:
+    seen = torch.full((10,), 8.0)
+    seen[6] = 0
+    mass = torch.tensor([0.0, 0, 0, 0, 5, 1, 0, 3, 4, 2])
+    seen[8] = 80
+    assert most_attended(torch.stack([mass, seen]), 0.7).nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 6, 7]
+    assert most_attended(torch.stack([mass, seen]), 0.1).nonzero().flatten().tolist() == [0, 1, 2, 3, 6]
+    assert most_attended(torch.stack([mass, seen]), 1.0).all()
+
+
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan")])
+def test_what_is_no_fraction_is_refused(model: Any, fraction: float) -> None:
+    with PrefillEngine(model, DictNamespace(layout_of(model, BLOCK)), chunk_tokens=CHUNK) as engine:
+        with pytest.raises(ConfigError, match="retain="):
+            engine.run(PROMPT, retain=fraction)
+        with pytest.raises(ConfigError, match="retain="):
+            engine.submit(PROMPT, retain=fraction)
