@@ -5,7 +5,6 @@
 //! [`frame`] makes segments smaller and brings them back.
 
 pub mod checksum;
-mod element;
 pub mod float;
 pub mod form;
 pub mod frame;

@@ -1,7 +1,6 @@
-//! One source, several instruction sets: which of them runs is found at run time.
+//! Several instruction sets: which of them runs is found at run time.
 //!
-//! The functions are plain arithmetic without reordering, so every version gives the same bits;
-//! the baseline one is the scalar reference (on aarch64 NEON is part of the baseline).
+//! Every version of a function gives the same bits; the baseline one is the scalar reference.
 
 use std::sync::OnceLock;
 
@@ -16,6 +15,8 @@ enum Set {
     Avx2,
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
 impl Level {
@@ -28,7 +29,10 @@ impl Level {
         let mut found = vec![Level::BASELINE];
         #[cfg(target_arch = "x86_64")]
         {
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi2") {
+            if is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("bmi2")
+                && is_x86_feature_detected!("f16c")
+            {
                 found.push(Level(Set::Avx2));
                 if is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512bw")
@@ -39,6 +43,10 @@ impl Level {
                     found.push(Level(Set::Avx512));
                 }
             }
+        }
+        #[cfg(target_arch = "aarch64")]
+        if std::arch::is_aarch64_feature_detected!("neon") {
+            found.push(Level(Set::Neon));
         }
         found
     }
@@ -52,27 +60,29 @@ impl Level {
     /// `avx512`, `avx2`, `neon` or `scalar`.
     pub fn name(self) -> &'static str {
         match self.0 {
-            Set::Baseline if cfg!(target_arch = "aarch64") => "neon",
             Set::Baseline => "scalar",
             #[cfg(target_arch = "x86_64")]
             Set::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Set::Avx512 => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Set::Neon => "neon",
         }
     }
 
-    pub(crate) const fn is_avx2(self) -> bool {
-        #[cfg(target_arch = "x86_64")]
-        return matches!(self.0, Set::Avx2);
-        #[cfg(not(target_arch = "x86_64"))]
-        false
+    #[cfg(target_arch = "aarch64")]
+    pub(crate) const fn is_neon(self) -> bool {
+        matches!(self.0, Set::Neon)
     }
 
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) const fn is_avx2(self) -> bool {
+        matches!(self.0, Set::Avx2)
+    }
+
+    #[cfg(target_arch = "x86_64")]
     pub(crate) const fn is_avx512(self) -> bool {
-        #[cfg(target_arch = "x86_64")]
-        return matches!(self.0, Set::Avx512);
-        #[cfg(not(target_arch = "x86_64"))]
-        false
+        matches!(self.0, Set::Avx512)
     }
 }
 
