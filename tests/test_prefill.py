@@ -74,7 +74,26 @@ def deepseek() -> Any:
     )
 
 
-CONFIGS: dict[str, Callable[[], Any]] = {"llama": llama, "mistral-sliding": mistral, "deepseek-mla": deepseek}
+def qwen() -> Any:
+    """Norms of queries and keys, and heads of another size than the hidden one gives."""
+    return transformers.Qwen3Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=512,
+    )
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "qwen": qwen,
+    "mistral-sliding": mistral,
+    "deepseek-mla": deepseek,
+}
 
 
 def build(config: Any, dtype: torch.dtype = torch.float32) -> Any:
