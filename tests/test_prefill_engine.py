@@ -344,6 +344,11 @@ def test_it_learns_and_decides(model: Any, tmp_path: Path) -> None:
     assert report.tokens_front == CACHED
     assert report.bytes == {}
     assert "recompute" in report.why
+    assert report.why.count("(emulated)") == 1
+    assert report.emulated
+    assert "prefill (emulated)" in report.chrome_trace()
+    report.save_timeline(tmp_path / "a.png")
+    assert b"tEXtComment\0emulated" in (tmp_path / "a.png").read_bytes()
     assert "load" in report.why
     assert set(report.predicted) == set(report.measured) == {"load_s", "front_s", "new_s", "ttft_s"}
 
@@ -361,6 +366,9 @@ def test_the_timeline_is_complete(model: Any, stored: DictNamespace) -> None:
     assert sorted(event.layer for event in loads) == [0, 1, 2]
     trace = json.loads(report.chrome_trace())["traceEvents"]
     assert sum(event["ph"] == "X" for event in trace) == len(report.timeline) + len(report.stored.events)
+    assert not report.emulated
+    assert "emulated" not in report.why
+    assert "emulated" not in json.dumps(trace)
     plain = json.dumps(report.to_dict())
     assert "blocks_stored" in plain
 

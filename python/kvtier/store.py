@@ -62,6 +62,13 @@ class Namespace:
     def __repr__(self) -> str:
         return f"Namespace(digest={self.digest.hex()[:12]}…, layout={self.layout})"
 
+    @property
+    def emulated(self) -> frozenset[str]:
+        """The tiers whose rate is limited for a what-if (``emulate_gbs``): whoever reports a time that one of them took says
+        so.
+        """
+        return frozenset(kind for kind, tier in self._core.report()["tiers"].items() if tier["emulated"])
+
     def chain(self, token_ids: Tokens, extras: Extras | None = None, *, partial: bool = False) -> list[bytes]:
         """The keys of a prompt's blocks.
 

@@ -61,6 +61,11 @@ class DictNamespace:
     importance: dict[bytes, float] = field(default_factory=dict)
     besides: dict[str, DictNamespace] = field(default_factory=dict)
 
+    @property
+    def emulated(self) -> tuple[str, ...]:
+        """None: a dict is as fast as it is."""
+        return ()
+
     def chain(self, token_ids: Sequence[int], extras: None = None) -> list[bytes]:
         """One 32-byte key a full block of ``token_ids``; equal keys mean equal prefixes."""
         size = self.layout.block_tokens

@@ -4,7 +4,7 @@ reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -59,6 +59,9 @@ class BlockNamespace(Protocol):
 
     @property
     def layout(self) -> KVLayout: ...
+
+    @property
+    def emulated(self) -> Collection[str]: ...
 
     def chain(self, token_ids: Sequence[int], extras: None = None) -> list[bytes]: ...
 

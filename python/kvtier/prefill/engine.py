@@ -113,6 +113,7 @@ class PrefillEngine:
         batch = max(1, min(chunk_tokens // layout.block_tokens, parse_size(staging, "staging") // layout.block_bytes))
         self._writer = Writer(self.blocks, timeout, batch, parse_size(backlog, "backlog"))
         self._attended = Attended(self.blocks)
+        self._emulated = frozenset(self.blocks.emulated)
         self._running = threading.Lock()
         self._ahead = Lookahead(self.blocks, parse_size(lookahead, "lookahead"), timeout)
         self._numbers = itertools.count()
@@ -377,10 +378,13 @@ class _Run:
         ended = time.perf_counter()
         if load.missing:
             why = f"{why}; but loading failed: {load.reason}: {self.lost} tokens were computed again"
+        emulated = not self.engine._emulated.isdisjoint(match.tiers[:blocks])
+        if emulated and "(emulated)" not in why:  # measurements that were given may say so too
+            why = f"{why} (emulated)"
         if self.mass is not None and self.keys:
             received = torch.stack([self.mass.mass, self.mass.seen])[:, : len(self.keys) * self.size]
             self.engine._writer.count(self.keys, received, self.stored)
-        report = self._report(ended, match.tokens, cached, front, load, chosen.predicted, why)
+        report = self._report(ended, match.tokens, cached, front, load, chosen.predicted, why, emulated)
         self.engine.meter.computed(self.passes)
         self.engine.meter.loaded(report.bytes, report.load_s)
         return Prefill(logits, self.room.cache, report)
@@ -464,6 +468,7 @@ class _Run:
         load: Load,
         predicted: Any,
         why: str,
+        emulated: bool,
     ) -> PrefillReport:
         sizes: dict[str, int] = {}
         for event in load.events:
@@ -487,6 +492,7 @@ class _Run:
             ttft_s=ttft,
             decision="recompute" if not reused else ("split" if front else "load"),
             why=why,
+            emulated=emulated,
             predicted=predicted,
             measured={
                 "load_s": busy(load.events),

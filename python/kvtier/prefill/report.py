@@ -45,7 +45,11 @@ class PrefillReport:
     decision: Literal["load", "recompute", "split"]
     """Whether stored KV was used: all of it, none, or the tail of it."""
     why: str
-    """The decision in words."""
+    """The decision in words; it ends with "(emulated)" where that is so."""
+    emulated: bool
+    """Whether a tier that holds a part of the prompt has a rate that was set (``emulate_gbs``): no time here is then what
+    this machine takes.
+    """
     predicted: Mapping[str, float]
     """Seconds expected of each term: ``load_s, front_s, new_s, ttft_s``; empty where nothing was measured yet."""
     measured: Mapping[str, float]
@@ -93,6 +97,8 @@ class PrefillReport:
             {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
             for tid, name in ((1, "model"), (2, "loads"), (3, "write-back"))
         ]
+        process = "prefill (emulated)" if self.emulated else "prefill"
+        events.append({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": process}})
         events += [
             {
                 "ph": "X",
@@ -112,6 +118,6 @@ class PrefillReport:
         ``.png``, else :meth:`chrome_trace`.
         """
         if Path(path).suffix == ".png":
-            Path(path).write_bytes(picture((*self.timeline, *self.stored.events)))
+            Path(path).write_bytes(picture((*self.timeline, *self.stored.events), emulated=self.emulated))
         else:
             Path(path).write_text(self.chrome_trace(), encoding="utf-8")

@@ -45,7 +45,7 @@ def busy(events: Iterable[Event]) -> float:
 _COLOURS = {"load": (11, 111, 184), "compute": (21, 128, 61), "stall": (194, 65, 12), "store": (126, 34, 206)}
 
 
-def picture(events: Sequence[Event], width: int = 1200) -> bytes:
+def picture(events: Sequence[Event], width: int = 1200, *, emulated: bool = False) -> bytes:
     """The timeline as a PNG: time from left to right, a row for each layer from top to bottom.
 
     The upper half of a row is the layer's load (blue), the lower one its computation (green); red is a wait for a load. The
@@ -54,6 +54,7 @@ def picture(events: Sequence[Event], width: int = 1200) -> bytes:
     Args:
         events: what to draw.
         width: pixels of the longest time.
+        emulated: whether a rate was set; the file's comment then says so.
     """
     layers = 1 + max((event.layer for event in events), default=0)
     end = max((event.end_s for event in events), default=1.0) or 1.0
@@ -68,7 +69,9 @@ def picture(events: Sequence[Event], width: int = 1200) -> bytes:
     rows = np.zeros((pixels.shape[0], 1 + 3 * width), np.uint8)  # each begins with its filter: none
     rows[:, 1:] = pixels.reshape(pixels.shape[0], -1)
     header = struct.pack(">IIBBBBB", width, pixels.shape[0], 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b""))
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b"")]
+    if emulated:
+        chunks.insert(1, (b"tEXt", b"Comment\0emulated"))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
     )
