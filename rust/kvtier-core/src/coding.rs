@@ -1,8 +1,8 @@
 //! Blocks in fewer bytes below memory: a frame a layer, side by side, as the payload of an image.
 
+use crate::sync::atomic::{AtomicBool, Ordering};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;

@@ -38,7 +38,7 @@ impl Pacer {
     /// Blocks until `bytes` are through.
     pub fn pass(&self, bytes: usize) {
         let now = Instant::now();
-        std::thread::sleep(self.ends(bytes, now).saturating_duration_since(now));
+        crate::sync::thread::sleep(self.ends(bytes, now).saturating_duration_since(now));
     }
 }
 

@@ -1,6 +1,5 @@
 //! Making room: eviction, compaction and the index's share of memory.
 
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvtier_codec::checksum::copy;
@@ -15,6 +14,7 @@ use crate::order::{Known, Order};
 use crate::policy::Handle;
 use crate::stats::TierStats;
 use crate::store::Inner;
+use crate::sync::atomic::Ordering;
 
 /// What became of a block that should leave a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,10 +1,10 @@
 //! The store: its tiers, its threads and its verbs.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use kvtier_codec::image::Id;
 use kvtier_nvme::Clock;
 use kvtier_nvme::IoBuf;

@@ -2,11 +2,11 @@
 
 use std::io;
 use std::sync::Arc;
-use std::thread::{JoinHandle, ThreadId};
 use std::time::Instant;
 
+use crate::sync::channel::{Sender, unbounded};
+use crate::sync::thread::{self, JoinHandle, ThreadId};
 use crate::sync::{Condvar, Mutex};
-use crossbeam_channel::{Sender, unbounded};
 
 /// Threads that are waited for with a deadline.
 #[derive(Default)]
@@ -30,12 +30,10 @@ impl Crew {
     /// Starts a thread.
     pub fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let end = End(self.ended.clone());
-        let thread = std::thread::Builder::new()
-            .name(name.into())
-            .spawn(move || {
-                let _end = end;
-                run();
-            })?;
+        let thread = thread::Builder::new().name(name.into()).spawn(move || {
+            let _end = end;
+            run();
+        })?;
         self.ids.lock().push(thread.thread().id());
         self.threads.lock().push(thread);
         Ok(())
@@ -44,7 +42,7 @@ impl Crew {
     /// Waits until all have ended, the caller aside if he is one of them; false if they have not by
     /// `deadline`.
     pub fn join(&self, deadline: Instant) -> bool {
-        let me = std::thread::current().id();
+        let me = thread::current().id();
         let others = self.ids.lock().iter().filter(|&&id| id != me).count();
         let mut ended = self.ended.0.lock();
         while *ended < others {

@@ -8,7 +8,6 @@ use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::checkpoint::Checkpoint;
@@ -16,6 +15,7 @@ use crate::journal::Journal;
 use crate::record::{Change, PER_BLOCK, Record};
 use crate::recover::Found;
 use crate::superblock::Superblock;
+use crate::sync::thread::{self, JoinHandle};
 use crate::volume::{Volume, count};
 
 /// How long a record waits for others to share its barriers with, unless somebody waits for it.

@@ -1,10 +1,10 @@
 //! Opening all paths at once, none of which may hold up the others for ever.
 
 use std::sync::Arc;
-use std::thread;
 use std::time::Instant;
 
-use crossbeam_channel::{RecvTimeoutError, bounded};
+use crate::sync::channel::{RecvTimeoutError, bounded};
+use crate::sync::thread;
 
 use crate::device::Device;
 use crate::device::lock::Lock;

@@ -3,19 +3,39 @@
 //!
 //! A panic poisons nothing: what a lock guards is whole before anything that can panic is called.
 
+//!
+//! Built with `--cfg shuttle`, locks, atomics, threads and channels are those of shuttle, which runs
+//! the same code in orders of its own choice (`scripts/races.sh`). There is no time in it: a wait ends
+//! when somebody notifies, or at once if its deadline is over.
+
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{PoisonError, TryLockError};
 use std::time::Instant;
 
-pub use std::sync::atomic;
+use atomic::{AtomicUsize, Ordering};
+use base::{PoisonError, TryLockError};
+
+#[cfg(not(shuttle))]
+use std::sync as base;
+
+#[cfg(shuttle)]
+use shuttle::sync as base;
+
+#[cfg(not(shuttle))]
+pub use crossbeam_channel as channel;
+#[cfg(not(shuttle))]
+pub use std::{sync::atomic, thread, thread_local};
+
+#[cfg(shuttle)]
+pub mod channel;
+#[cfg(shuttle)]
+pub use shuttle::{sync::atomic, thread, thread_local};
 
 /// A mutex without poisoning.
 #[derive(Debug, Default)]
-pub struct Mutex<T>(std::sync::Mutex<T>);
+pub struct Mutex<T>(base::Mutex<T>);
 
 /// Holds a [`Mutex`]'s lock. Empty only within a wait.
-pub struct MutexGuard<'a, T>(Option<std::sync::MutexGuard<'a, T>>);
+pub struct MutexGuard<'a, T>(Option<base::MutexGuard<'a, T>>);
 
 /// Whether a wait ended because its time was up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,14 +47,14 @@ pub struct TimedOut(bool);
 /// thread that waits for it, and need not ask the kernel where there is none.
 #[derive(Debug, Default)]
 pub struct Condvar {
-    inner: std::sync::Condvar,
+    inner: base::Condvar,
     waiting: AtomicUsize,
 }
 
 impl<T> Mutex<T> {
     /// A mutex around `value`.
     pub const fn new(value: T) -> Self {
-        Mutex(std::sync::Mutex::new(value))
+        Mutex(base::Mutex::new(value))
     }
 
     /// Waits for the lock.
@@ -88,7 +108,7 @@ impl Condvar {
     /// A condition nobody waits for yet.
     pub const fn new() -> Self {
         Condvar {
-            inner: std::sync::Condvar::new(),
+            inner: base::Condvar::new(),
             waiting: AtomicUsize::new(0),
         }
     }
@@ -106,6 +126,9 @@ impl Condvar {
     /// Lets go of the lock until somebody notifies, or `deadline`.
     pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, deadline: Instant) -> TimedOut {
         let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return TimedOut(true);
+        }
         let Some(held) = guard.0.take() else {
             return TimedOut(true);
         };

@@ -7,8 +7,9 @@
 pub mod backing;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::AtomicU8;
 
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use kvtier_codec::image::PAGE;
 use kvtier_nvme::slots::{BUSY, FREE, LOST, Owner, Run, Slots};

@@ -111,23 +111,23 @@ impl Finished {
         if op.kind == Kind::Read {
             buf = None;
         }
-        let outer = IN_CALLBACK.replace(true);
+        let outer = IN_CALLBACK.with(|now| now.replace(true));
         // A panic of the owner must not take down the thread that everybody's I/O goes through.
         if catch_unwind(AssertUnwindSafe(|| done(result))).is_err() {
             tracing::error!("a completion callback panicked");
         }
-        IN_CALLBACK.set(outer);
+        IN_CALLBACK.with(|now| now.set(outer));
         drop(buf);
     }
 }
 
-thread_local! {
+crate::sync::thread_local! {
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Does this thread run a callback now? It must not wait for others then.
 pub(crate) fn in_callback() -> bool {
-    IN_CALLBACK.get()
+    IN_CALLBACK.with(Cell::get)
 }
 
 impl Queue {

@@ -3,9 +3,9 @@
 
 use std::io;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle, ThreadId};
 use std::time::Instant;
 
+use crate::sync::thread::{self, JoinHandle, ThreadId};
 use crate::sync::{Condvar, Mutex};
 
 use super::queue::{Next, Piece, Queue, Step};

@@ -7,11 +7,11 @@ use std::fs::File;
 use std::io::{self, Write as _};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
-use std::thread::{self, ThreadId};
 use std::time::Instant;
 
+use crate::sync::channel::{Sender, bounded};
+use crate::sync::thread::{self, ThreadId};
 use crate::sync::{Condvar, Mutex};
-use crossbeam_channel::Sender;
 use io_uring::{IoUring, opcode, squeue, types};
 use kvtier_codec::image::PAGE;
 
@@ -94,7 +94,7 @@ impl Uring {
             ended: Condvar::new(),
         });
         let (clock, ring_shared) = (limits.clock.clone(), shared.clone());
-        let (ready, started) = crossbeam_channel::bounded(1);
+        let (ready, started) = bounded(1);
         // The ring belongs to the one thread that submits to it, so that thread makes it.
         let thread = thread::Builder::new()
             .name("kvtier-ring".into())
