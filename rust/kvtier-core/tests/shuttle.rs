@@ -90,7 +90,7 @@ fn work(store: &Store, ns: &Namespace, seed: u64, steps: usize) {
                 Ok(_) => {}
                 Err(error) => closed(error.kind()),
             },
-            _ => match store.prefetch(ns, &[&name], 0, None, 0) {
+            _ => match store.prefetch(ns, &[&name], DRAM, None, 0) {
                 Ok(job) => assert!(job.wait(soon()), "a prefetch that never ends"),
                 Err(error) => closed(error.kind()),
             },
