@@ -2,7 +2,8 @@
 
 Classes tested elsewhere: incomplete identity in ``test_identity.py``; crashes (metadata, visible before durable) in
 ``test_crash.py`` too; forks and hash seeds (process) in ``test_process.py`` too; dtypes and shapes (layout and dtype) in
-``test_buffers.py`` too; the GIL in ``test_process.py``. GPU and "slower than nothing" have no store to be tested in.
+``test_buffers.py`` too; the GIL in ``test_process.py``. GPU in
+``test_hbm.py`` and ``test_devices.py``; "slower than nothing" has no store to be tested in.
 """
 
 from __future__ import annotations

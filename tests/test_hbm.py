@@ -158,6 +158,39 @@ def test_asynchronous_reads_end_on_the_device(store: Store) -> None:
     assert [host(out).tobytes() for out in outs] == [payload(name, MIB) for name in names]
 
 
+def filled(store: Store, name: bytes) -> Any:
+    """The bytes of the block with this key, on the store's device."""
+    data = np.frombuffer(payload(name, MIB), np.uint8)
+    out = empty(store, MIB)
+    if isinstance(out, np.ndarray):
+        out[:] = data
+    else:
+        out.set(data)
+    return out
+
+
+def test_blocks_are_put_from_the_device(store: Store) -> None:
+    names = keys(12, "put")  # more than goes through memory at a time
+    first, *others = (filled(store, name) for name in names)
+    assert store.put(names[0], first).stored
+    puts = store.put_many(names[1:], others, parents=names[:-1], importance=[1.0] * 11)
+    assert [(put.stored, put.tier) for put in puts] == [(True, "dram")] * 11
+    again = asyncio.run(store.aput_many(names[:2], [first, others[0]]))
+    assert [put.present for put in again] == [True, True]
+    assert asyncio.run(store.aput(names[2], others[1])).present
+    for name in names:
+        data = store.get(name)
+        assert data is not None
+        assert data.tobytes() == payload(name, MIB)
+    assert store.remove(names[1:2]) == [True]
+    assert store.contains(names) == [True] + [False] * 11  # the parents were taken
+    with pytest.raises(InvalidBlockError, match="one a key is needed"):
+        store.put_many(names, [first])
+    layout = KVLayout(1, "gqa", kv_heads=1, head_dim=8, block_tokens=16, dtype="fp16")
+    with pytest.raises(InvalidBlockError):
+        store.namespace(b"model", layout).put(names[0], first)
+
+
 def test_hbm_keeps_what_was_used_last_and_the_store_all(store: Store) -> None:
     names = fill(store, 8)
     for name in names[:4]:

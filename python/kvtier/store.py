@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import operator
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +23,7 @@ from kvtier.lease import Lease
 from kvtier.machine import usable_memory
 from kvtier.results import Match, PutResult, Result, put_result, put_results, results
 from kvtier.tiers.backend import DeviceBackend
-from kvtier.tiers.hbm import HbmTier, is_on_host, open_tier
+from kvtier.tiers.hbm import HbmTier, countdown, is_on_host, open_tier
 
 __all__ = ["Namespace", "Span", "Store"]
 
@@ -106,18 +105,21 @@ class Namespace:
         replaces: bytes | None = None,
         importance: float | None = None,
         timeout: float | None = None,
+        stream: Any = None,
     ) -> PutResult:
         """Store a block.
 
         Args:
             key: its key.
-            data: its bytes: a full block, or one of fewer whole tokens.
+            data: its bytes: a full block, or one of fewer whole tokens. With an :class:`Hbm` tier, also an array on its
+                device, which is copied to memory first.
             parent: the key of the block before it. It must be in the store: a block never outlives its parent. ``None``
                 for the first of a chain.
             replaces: the key of a block that this one makes superfluous, such as the partial one that it completes. It is
                 removed once this one is there.
             importance: the caller's score, from 0; default 0.
             timeout: how long to wait for room.
+            stream: of an array on a device, as in :meth:`get_into`.
 
         Returns:
             What became of it. When this returns ``stored``, readers find the block.
@@ -126,6 +128,8 @@ class Namespace:
             FullError: no room, with ``timeout=0``.
             DeadlineError: no room before the deadline.
         """
+        if self._hbm is not None and (arrays := self._hbm.arrays([data], self.layout)) is not None:
+            (data,) = self._hbm.fetched(arrays, timeout, stream or self._hbm.stream_of([data]))
         code = self._core.put(self._space, key, data, parent, replaces, importance or 0.0, timeout)
         return put_result(bytes((code,)))
 
@@ -137,21 +141,54 @@ class Namespace:
         parents: Sequence[bytes | None] | None = None,
         importance: Sequence[float] | None = None,
         timeout: float | None = None,
+        stream: Any = None,
     ) -> list[PutResult]:
         """Store blocks, in order: a parent before its children.
 
         Args:
             keys: their keys.
-            blocks: their bytes, one buffer a key.
+            blocks: their bytes, one buffer a key, all of them on the host or all on a device; see :meth:`put`.
             parents: the key of each one's parent, or ``None``; default: all are first of a chain.
             importance: one score a key; default 0.
             timeout: how long to wait for room, all together.
+            stream: of arrays on a device, as in :meth:`get_into`.
 
         Returns:
             What became of each; a lack of room is a block's own result, with the reason ``"full"`` or ``"deadline"``.
         """
+        if self._hbm is not None:
+            blocks = list(blocks)
+            if (arrays := self._hbm.arrays(blocks, self.layout)) is not None:
+                stream = stream or self._hbm.stream_of(blocks)
+                return self._put_from_device(keys, arrays, parents, importance, timeout, stream)
         codes = self._core.put_many(self._space, keys, blocks, parents or (), None, importance or (), timeout)
         return put_results(codes)
+
+    def _put_from_device(
+        self,
+        keys: Sequence[bytes],
+        arrays: Sequence[Any],
+        parents: Sequence[bytes | None] | None,
+        importance: Sequence[float] | None,
+        timeout: float | None,
+        stream: Any,
+    ) -> list[PutResult]:
+        """As :meth:`put_many`, a few blocks at a time: what they take on their way is bounded."""
+        assert self._hbm is not None
+        parents, importance = parents or [None] * len(keys), importance or [0.0] * len(keys)
+        if not len(keys) == len(arrays) == len(parents) == len(importance):
+            raise InvalidBlockError(
+                f"{len(arrays)} blocks, {len(parents)} parents and {len(importance)} importance scores were given for "
+                f"{len(keys)} keys; one a key is needed"
+            )
+        for array in arrays:
+            self._space.pieces(array.nbytes, None, None)  # refuses what is no block, before any is stored
+        left = countdown(timeout)
+        put: list[PutResult] = []
+        for some in self._hbm.spans(arrays):
+            blocks = self._hbm.fetched(arrays[some], left(), stream)
+            put += self.put_many(keys[some], blocks, parents=parents[some], importance=importance[some], timeout=left())
+        return put
 
     async def aput(
         self,
@@ -162,10 +199,22 @@ class Namespace:
         replaces: bytes | None = None,
         importance: float | None = None,
         timeout: float | None = None,
+        stream: Any = None,
     ) -> PutResult:
         """As :meth:`put`, without blocking the event loop. ``data`` is the store's until the block is stored, also if
         the await is cancelled.
         """
+        if (hbm := self._hbm) is not None and hbm.holds([data], self.layout):
+            return await asyncio.to_thread(
+                self.put,
+                key,
+                data,
+                parent=parent,
+                replaces=replaces,
+                importance=importance,
+                timeout=timeout,
+                stream=stream or hbm.stream_of([data]),
+            )
         parents, scores = [parent], [importance or 0.0]
         codes = await aio.operation(
             lambda to, token: self._core.start_put_many(
@@ -182,10 +231,23 @@ class Namespace:
         parents: Sequence[bytes | None] | None = None,
         importance: Sequence[float] | None = None,
         timeout: float | None = None,
+        stream: Any = None,
     ) -> list[PutResult]:
         """As :meth:`put_many`, without blocking the event loop. The buffers are the store's until it has finished with
         them, also if the await is cancelled.
         """
+        if (hbm := self._hbm) is not None:
+            blocks = list(blocks)
+            if hbm.holds(blocks, self.layout):
+                return await asyncio.to_thread(
+                    self.put_many,
+                    keys,
+                    blocks,
+                    parents=parents,
+                    importance=importance,
+                    timeout=timeout,
+                    stream=stream or hbm.stream_of(blocks),
+                )
         codes = await aio.operation(
             lambda to, token: self._core.start_put_many(
                 self._space, keys, blocks, parents or (), None, importance or (), timeout, to, token
@@ -259,10 +321,9 @@ class Namespace:
         part = _span("layers", layers), _span("tokens", tokens)
         if self._hbm is not None:
             outs = list(outs)
-            arrays = self._hbm.arrays(outs, self.layout)
-            if arrays is not None:
-                keys = list(keys)
-                return self._hbm.get_into(self._space, keys, arrays, part, timeout, stream or self._hbm.stream_of(outs))
+            if (arrays := self._hbm.arrays(outs, self.layout)) is not None:
+                stream = stream or self._hbm.stream_of(outs)
+                return self._hbm.get_into(self._space, keys, arrays, part, timeout, stream)
         return results(self._core.get_into(self._space, keys, outs, *part, timeout))
 
     async def aget(
@@ -285,19 +346,19 @@ class Namespace:
         layers: Span = None,
         tokens: Span = None,
         timeout: float | None = None,
+        stream: Any = None,
     ) -> list[Result]:
         """As :meth:`get_into`, without blocking the event loop. The buffers are the store's until it has finished with
         them, also if the await is cancelled.
         """
-        part = _span("layers", layers), _span("tokens", tokens)
-        if self._hbm is not None:
+        if (hbm := self._hbm) is not None:
             outs = list(outs)
-            arrays = self._hbm.arrays(outs, self.layout)
-            if arrays is not None:
-                stream = self._hbm.stream_of(outs)
+            if hbm.holds(outs, self.layout):
+                stream = stream or hbm.stream_of(outs)
                 return await asyncio.to_thread(
-                    self._hbm.get_into, self._space, list(keys), arrays, part, timeout, stream
+                    self.get_into, keys, outs, layers=layers, tokens=tokens, timeout=timeout, stream=stream
                 )
+        part = _span("layers", layers), _span("tokens", tokens)
         codes = await aio.operation(
             lambda to, token: self._core.start_get_into(self._space, keys, outs, *part, timeout, to, token)
         )
@@ -330,8 +391,12 @@ class Namespace:
             raise UnsupportedError('to="hbm" was given to a store without that tier: open it with Hbm(...) in front')
         return self._hbm
 
-    async def alease(self, keys: Sequence[bytes], *, verify: bool = False, timeout: float | None = None) -> Lease:
+    async def alease(
+        self, keys: Sequence[bytes], *, to: str = "memory", verify: bool = False, timeout: float | None = None
+    ) -> Lease:
         """As :meth:`lease`, without blocking the event loop."""
+        if to != "memory":
+            return await asyncio.to_thread(self.lease, keys, to=to, verify=verify, timeout=timeout)
         native = await aio.operation(
             lambda to, token: self._core.start_lease(self._space, keys, verify, timeout, to, token)
         )
@@ -586,10 +651,8 @@ class Store(Namespace):
         """
         ended = True
         if self._hbm is not None:
-            begun = time.monotonic()
-            timeout = _kvtier.DEFAULT_TIMEOUT if timeout is None else timeout
-            ended = self._hbm.close(timeout)
-            timeout = max(0.0, timeout - (time.monotonic() - begun))
+            left = countdown(timeout)
+            ended, timeout = self._hbm.close(left()), left()
         self._core.close(timeout)
         aio.sweep()
         if not ended:

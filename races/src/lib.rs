@@ -1,9 +1,12 @@
-//! The pin word and the flight of a load, as they are shipped, in every order of their steps.
+//! The pin word, the flight of a load and the queue of copies to a device, as they are shipped, in every order of their
+//! steps.
 
 #[path = "../../rust/kvtier-core/src/flight.rs"]
 pub mod flight;
 #[path = "../../rust/kvtier-core/src/pin.rs"]
 pub mod pin;
+#[path = "../../rust/kvtier-core/src/transfers.rs"]
+pub mod transfers;
 
 /// What the core calls `sync`, of loom.
 pub mod sync {
@@ -58,6 +61,9 @@ pub mod sync {
             }
             guard.0 = Some(self.0.wait(guard.0.take().unwrap()).unwrap());
             TimedOut(false)
+        }
+        pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
+            guard.0 = Some(self.0.wait(guard.0.take().unwrap()).unwrap());
         }
         pub fn notify_all(&self) {
             self.0.notify_all();

@@ -33,12 +33,12 @@ class Copy(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """Bytes to copy into an array of the caller's on the device."""
+    """Bytes to copy for a caller: into an array on the device, or out of one."""
 
     source: Any
-    """``uint8[bytes]``, contiguous: of the pool (a view), or on the host."""
+    """``uint8[bytes]``, contiguous: on the device (a view of the pool too), or on the host."""
     target: Any
-    """``uint8[bytes]``, contiguous, on the device."""
+    """``uint8[bytes]``, contiguous, on the device or on the host."""
 
 
 class Copying(Protocol):
@@ -121,12 +121,16 @@ class DeviceBackend(Protocol):
         ...
 
     def deliver(self, deliveries: Sequence[Delivery], stream: Any = None) -> Copying:
-        """Copy into arrays of the caller's, behind what is queued on ``stream``. Does not block.
+        """Copy into or out of arrays of the caller's, behind what is queued on ``stream``. Does not block.
 
         Args:
             deliveries: the batch. Sources and targets are kept alive until it has ended.
             stream: a stream of the device's library or of torch, or its address; default the current one.
         """
+        ...
+
+    def staging(self, size: int) -> NDArray[np.uint8]:
+        """``uint8[size]`` on the host that is copied to fast, of any content."""
         ...
 
     def scatter(

@@ -64,6 +64,10 @@ def missing(device: int = 0) -> str | None:
     return None
 
 
+def _address(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
 class _Event:
     """A batch on a stream."""
 
@@ -240,19 +244,17 @@ class CupyBackend:
             return stream
         return self._cupy.cuda.ExternalStream(int(getattr(stream, "cuda_stream", stream)), self._device)
 
+    def staging(self, size: int) -> NDArray[np.uint8]:
+        """See :meth:`kvtier.tiers.DeviceBackend.staging`."""
+        memory = self._cupy.cuda.alloc_pinned_memory(size)  # which CuPy keeps for the next one
+        return np.frombuffer(memory, np.uint8, size)
+
     def deliver(self, deliveries: Sequence[Delivery], stream: Any = None) -> Copying:
         """See :meth:`kvtier.tiers.DeviceBackend.deliver`."""
         self._sweep()
         with self._lock, self._cupy.cuda.Device(self._device):
             check_deliveries(deliveries, closed=self._pool is None)
-            pairs = [
-                (
-                    target.data.ptr,
-                    source.ctypes.data if isinstance(source, np.ndarray) else source.data.ptr,
-                    target.nbytes,
-                )
-                for source, target in deliveries
-            ]
+            pairs = [(_address(target), _address(source), target.nbytes) for source, target in deliveries]
             default = self._cupy.cuda.runtime.memcpyDefault  # the driver knows which side lies where
             return self._copy(pairs, default, self._stream(stream), tuple(deliveries))
 

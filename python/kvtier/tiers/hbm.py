@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from kvtier import _kvtier, buffers
 from kvtier._kvtier import DEFAULT_TIMEOUT
 from kvtier.config import Hbm
-from kvtier.errors import ConfigError, InvalidBlockError, StorageError
+from kvtier.errors import ConfigError, DeadlineError, InvalidBlockError, StorageError
 from kvtier.layout import KVLayout
 from kvtier.results import Result, miss, results
 from kvtier.tiers import cuda
 from kvtier.tiers.backend import Copy, Copying, Delivery, DeviceBackend, open_backend
 
-__all__ = ["HbmTier", "Placed", "is_on_host", "open_tier"]
+__all__ = ["HbmTier", "Placed", "countdown", "is_on_host", "open_tier"]
 
 _AT_ONCE = 64 << 20
 """Bytes of memory that a read pins at a time, and at most this part of DRAM."""
@@ -107,6 +107,10 @@ class HbmTier:
             )
         return arrays
 
+    def holds(self, buffers: Sequence[Any], layout: KVLayout) -> bool:
+        """Whether these buffers lie on the device."""
+        return self.arrays(buffers, layout) is not None
+
     def get_into(
         self,
         space: _kvtier.Space,
@@ -117,7 +121,7 @@ class HbmTier:
         stream: Any,
     ) -> list[Result]:
         """Copy blocks into arrays on the device; see :meth:`kvtier.Namespace.get_into`."""
-        deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
+        left = countdown(timeout)
         sizes = self._core.sizes(space, keys, *part)
         if len(keys) != len(arrays):
             raise InvalidBlockError(f"{len(arrays)} buffers were given for {len(keys)} keys; one a key is needed")
@@ -128,9 +132,8 @@ class HbmTier:
                     "exactly that size"
                 )
         found: list[Result] = []
-        for some in _spans([array.nbytes for array in arrays], self._at_once):
-            left = max(0.0, deadline - time.monotonic())
-            found += self._read(space, keys[some], arrays[some], part, left, stream)
+        for some in self.spans(arrays):
+            found += self._read(space, keys[some], arrays[some], part, left(), stream)
         return found
 
     def _read(
@@ -142,7 +145,7 @@ class HbmTier:
         timeout: float,
         stream: Any,
     ) -> list[Result]:
-        deadline = time.monotonic() + timeout
+        left = countdown(timeout)
         placed = self._core.place(space, keys, *part, False)
         lease = self._core.lease(
             space, [key for key, place in zip(keys, placed, strict=True) if place is None], self._verify, timeout
@@ -171,16 +174,41 @@ class HbmTier:
         try:
             event = self.backend.deliver(deliveries, stream)
             # Who does not wait for loads still waits for the copy.
-            ended = event.wait(max(0.0, deadline - time.monotonic()) if timeout else DEFAULT_TIMEOUT)
+            ended = event.wait(left() if timeout else DEFAULT_TIMEOUT)
         except StorageError:
             return [miss("device") if result.hit else result for result in outcome]
         if not ended:
             return [miss("deadline") if result.hit else result for result in outcome]
         return outcome
 
+    def spans(self, arrays: Sequence[Any]) -> Iterator[slice]:
+        """Ranges of arrays that go through memory at a time: of a part of DRAM each, where one array has not more."""
+        first = total = 0
+        for i, array in enumerate(arrays):
+            if i > first and total + array.nbytes > self._at_once:
+                yield slice(first, i)
+                first, total = i, 0
+            total += array.nbytes
+        if first < len(arrays):
+            yield slice(first, len(arrays))
+
+    def fetched(self, arrays: Sequence[Any], timeout: float | None, stream: Any) -> list[NDArray[np.uint8]]:
+        """Copies of device arrays on the host, for a put. Blocks until they are there.
+
+        Raises:
+            StorageError: the device failed.
+            DeadlineError: it was not done in time.
+        """
+        targets = [self.backend.staging(array.nbytes) for array in arrays]
+        event = self.backend.deliver([Delivery(*pair) for pair in zip(arrays, targets, strict=True)], stream)
+        # Who does not wait for room still waits for the copy.
+        if not event.wait(timeout or DEFAULT_TIMEOUT):
+            raise DeadlineError("the blocks did not come from the device in time: see what its stream waits for")
+        return targets
+
     def lease(self, space: _kvtier.Space, keys: Sequence[bytes], timeout: float | None) -> Placed:
         """Blocks in HBM, taken over; see :meth:`kvtier.Namespace.lease`."""
-        deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
+        left = countdown(timeout)
         found: list[_kvtier.Placed | None] = [None] * len(keys)
         reasons: list[str | None] = ["absent"] * len(keys)
         for turn in range(_ROUNDS):
@@ -192,8 +220,7 @@ class HbmTier:
             if not missing or turn == _ROUNDS - 1:
                 break
             wanted = [keys[i] for i in missing]
-            left = max(0.0, deadline - time.monotonic())
-            job = self._core.prefetch(space, wanted, "hbm", left, 1)
+            job = self._core.prefetch(space, wanted, "hbm", left(), 1)
             job.wait(DEFAULT_TIMEOUT)  # it ends by its own deadline
             came = results(job.results() or b"")
             for i, result in zip(missing, came, strict=False):
@@ -205,6 +232,12 @@ class HbmTier:
 
 
 _HBM = bytes((_kvtier.TIERS.index("hbm"),))
+
+
+def countdown(timeout: float | None) -> Callable[[], float]:
+    """What is left of a timeout, in seconds, at each call; ``None`` is the default of all verbs."""
+    end = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
+    return lambda: max(0.0, end - time.monotonic())
 
 
 def open_tier(config: Hbm) -> DeviceBackend:
@@ -221,18 +254,6 @@ def open_tier(config: Hbm) -> DeviceBackend:
 def is_on_host(config: Hbm) -> bool:
     """Whether its pool is made of the process's own memory."""
     return config.backend == "host" or (config.backend == "auto" and cuda.missing(config.device) is not None)
-
-
-def _spans(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Ranges of consecutive items, of at most so many bytes each where one has not more."""
-    first = total = 0
-    for i, size in enumerate(sizes):
-        if i > first and total + size > most:
-            yield slice(first, i)
-            first, total = i, 0
-        total += size
-    if first < len(sizes):
-        yield slice(first, len(sizes))
 
 
 def _end(feed: _kvtier.Feed, thread: threading.Thread) -> None:

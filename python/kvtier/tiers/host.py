@@ -131,6 +131,10 @@ class HostBackend:
             )
         return obj.reshape(-1).view(np.uint8).view(HostArray)
 
+    def staging(self, size: int) -> NDArray[np.uint8]:
+        """See :meth:`kvtier.tiers.DeviceBackend.staging`."""
+        return np.empty(size, np.uint8)
+
     def deliver(self, deliveries: Sequence[Delivery], stream: Any = None) -> Copying:  # noqa: ARG002
         """See :meth:`kvtier.tiers.DeviceBackend.deliver`."""
         given = tuple(deliveries)

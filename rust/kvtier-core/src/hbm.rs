@@ -317,7 +317,7 @@ impl Inner {
     }
 
     /// Has a block copied from memory to HBM, unless it is there; waits until `deadline` for room
-    /// there. `told` hears how it ended.
+    /// there, see [`Inner::reserve_hbm`]. `told` hears how it ended.
     pub(crate) fn lift(&self, block: Known, deadline: Instant, told: Told<Miss>) {
         let Some(hbm) = &self.hbm else {
             return told(Err(Miss::Absent));
@@ -397,7 +397,7 @@ impl Inner {
     }
 
     /// A slot in HBM, pinned for its writer. Drops copies that nobody uses, and waits until
-    /// `deadline` for those that somebody does.
+    /// `deadline` for those that are on their way; what is held is not waited for.
     fn reserve_hbm(
         &self,
         hbm: &HbmTier,
@@ -420,8 +420,8 @@ impl Inner {
             if self.make_room_in_hbm(hbm, pages) {
                 continue;
             }
-            let now = Instant::now();
-            if now >= deadline {
+            let (now, others) = (Instant::now(), hbm.transfers.under_way() > 1);
+            if now >= deadline || !(others || waiter.seen() != seen) {
                 return Err(Miss::Full);
             }
             waiter.wait(seen, deadline.min(now + GLANCE));

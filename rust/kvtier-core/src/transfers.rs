@@ -101,6 +101,11 @@ impl<K: Ord + Copy, P, E: Copy> Transfers<K, P, E> {
         left.into()
     }
 
+    /// Blocks whose copy is being prepared, waits, or runs.
+    pub fn under_way(&self) -> usize {
+        self.state.lock().under_way.len()
+    }
+
     /// Has it been stopped?
     pub fn is_stopped(&self) -> bool {
         self.state.lock().stopped.is_some()
