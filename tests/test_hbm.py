@@ -424,7 +424,7 @@ def test_blocks_and_paged_kv(kind: str, mla: bool) -> None:
 
         lib = cupy
     layout = (
-        KVLayout(layers, "mla", rank=dim, rope_dim=dim // 2, dtype="fp16", block_tokens=6)
+        KVLayout(layers, "mla", rank=5, rope_dim=2, dtype="fp16", block_tokens=6)  # rows that no wide word divides
         if mla
         else KVLayout(layers, "gqa", kv_heads=heads, head_dim=dim, dtype="fp16", block_tokens=6)
     )
@@ -432,7 +432,7 @@ def test_blocks_and_paged_kv(kind: str, mla: bool) -> None:
     def paged() -> tuple[list[Any], list[Any]]:
         """Planes as the engine holds them, and as a reader of this test sees them."""
         if mla:
-            whole = [lib.asarray(noise((pages, page_tokens, dim + dim // 2))) for _ in range(layers)]
+            whole = [lib.asarray(noise((pages, page_tokens, 7))) for _ in range(layers)]
             return whole, whole
         planes = []
         for layer in range(layers):

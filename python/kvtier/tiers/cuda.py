@@ -18,6 +18,7 @@ from kvtier.tiers.paged import check_slots, rows_of
 __all__ = ["CupyBackend", "missing"]
 
 _DLPACK_CUDA = 2
+_PORTABLE = 1  # cudaHostRegisterPortable, which CuPy does not name
 _REGISTER = 1 << 30
 """Bytes registered with the driver at a time: one call for all of a large arena would hold its lock for seconds."""
 
@@ -64,6 +65,29 @@ def missing(device: int = 0) -> str | None:
     return None
 
 
+class _Foreign:
+    """A stream of another library, as the protocol of CUDA streams has it."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.address = int(getattr(stream, "cuda_stream", stream))
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+def _stream(cupy: Any, device: int, stream: Any) -> Any:
+    """A stream, its address, or ``None`` for the current one, as CuPy has it."""
+    if stream is None:
+        return cupy.cuda.get_current_stream()
+    if hasattr(stream, "ptr"):
+        return stream
+    foreign = _Foreign(stream)
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(foreign)
+    return cupy.cuda.ExternalStream(foreign.address, device)  # before CuPy 14
+
+
 def _address(array: Any) -> int:
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
@@ -75,6 +99,7 @@ class _Event:
         self, cupy: Any, device: int, stream: Any, kept: Sequence[Any], release: Callable[[_Event], None]
     ) -> None:
         self._cupy = cupy
+        self._device = device
         self._kept: Sequence[Any] | None = kept
         self._release = release
         with cupy.cuda.Device(device):
@@ -99,7 +124,7 @@ class _Event:
         return self.done()
 
     def before(self, stream: Any) -> None:
-        stream.wait_event(self._event)
+        _stream(self._cupy, self._device, stream).wait_event(self._event)
 
     @property
     def event(self) -> Any:
@@ -160,7 +185,7 @@ class CupyBackend:
         begin, runtime = memory.ctypes.data, self._cupy.cuda.runtime
         with self._lock, self._cupy.cuda.Device(self._device):
             for at in range(begin, begin + memory.nbytes, _REGISTER):
-                runtime.hostRegister(at, min(_REGISTER, begin + memory.nbytes - at), runtime.hostRegisterPortable)
+                runtime.hostRegister(at, min(_REGISTER, begin + memory.nbytes - at), _PORTABLE)
                 self._registered.append(at)
 
     def copy_in(self, copies: Sequence[Copy], *, after: Copying | None = None) -> Copying:
@@ -222,7 +247,9 @@ class CupyBackend:
                     f"a tensor of shape {tuple(obj.shape)} and strides {obj.stride()} is not contiguous: call .contiguous() first"
                 )
             obj = obj.detach().reshape(-1).view(torch.uint8)
-        if hasattr(obj, "__cuda_array_interface__"):
+        if isinstance(obj, self._cupy.ndarray):
+            array = obj
+        elif hasattr(obj, "__cuda_array_interface__"):
             array = self._cupy.asarray(obj)
         elif hasattr(obj, "__dlpack_device__") and obj.__dlpack_device__()[0] == _DLPACK_CUDA:
             array = self._cupy.from_dlpack(obj)
@@ -236,14 +263,6 @@ class CupyBackend:
             )
         return array.reshape(-1).view(np.uint8)
 
-    def _stream(self, stream: Any) -> Any:
-        """A stream as CuPy knows it."""
-        if stream is None:
-            return self._cupy.cuda.get_current_stream()
-        if hasattr(stream, "ptr"):
-            return stream
-        return self._cupy.cuda.ExternalStream(int(getattr(stream, "cuda_stream", stream)), self._device)
-
     def staging(self, size: int) -> NDArray[np.uint8]:
         """See :meth:`kvtier.tiers.DeviceBackend.staging`."""
         memory = self._cupy.cuda.alloc_pinned_memory(size)  # which CuPy keeps for the next one
@@ -256,7 +275,7 @@ class CupyBackend:
             check_deliveries(deliveries, closed=self._pool is None)
             pairs = [(_address(target), _address(source), target.nbytes) for source, target in deliveries]
             default = self._cupy.cuda.runtime.memcpyDefault  # the driver knows which side lies where
-            return self._copy(pairs, default, self._stream(stream), tuple(deliveries))
+            return self._copy(pairs, default, _stream(self._cupy, self._device, stream), tuple(deliveries))
 
     def scatter(
         self, blocks: Sequence[Any], planes: Sequence[Any], slots: Sequence[ArrayLike], stream: Any = None
@@ -285,7 +304,7 @@ class CupyBackend:
         firsts = np.cumsum([0, *map(len, where)])
         most = max((len(each) for each in where), default=0) * max((p.shape[2] * p.shape[3] for p in rows), default=0)
         self._sweep()
-        with self._lock, cupy.cuda.Device(self._device), self._stream(stream) as queue:
+        with self._lock, cupy.cuda.Device(self._device), _stream(cupy, self._device, stream) as queue:
             if self._pool is None:
                 raise ClosedError("the device's memory is closed: open a backend again")
             if most == 0:
