@@ -23,7 +23,6 @@ from kvtier import (
     Nvme,
     StorageError,
     Store,
-    UnsupportedError,
     machine,
 )
 from kvtier.config import Policy
@@ -53,8 +52,6 @@ def test_what_is_no_namespace_is_refused(store: Store) -> None:
     for bad in (b"", "model", None):
         with pytest.raises(ConfigError, match="pass an Identity"):
             store.namespace(bad)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="leave it out"):
-        store.namespace(b"model", quota="1GiB")
 
 
 def test_a_plain_store_takes_a_quarter_of_what_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

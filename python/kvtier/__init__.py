@@ -22,6 +22,7 @@ from kvtier.identity import Identity
 from kvtier.job import Job
 from kvtier.layout import KVLayout
 from kvtier.lease import Lease
+from kvtier.quota import Quota
 from kvtier.results import Match, PutResult, Result
 from kvtier.store import Namespace, Store
 
@@ -45,6 +46,7 @@ __all__ = [
     "Namespace",
     "Nvme",
     "PutResult",
+    "Quota",
     "Region",
     "Result",
     "StorageError",

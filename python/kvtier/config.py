@@ -54,16 +54,17 @@ MIN_TIER = 1 << 20
 DEFAULT_DRAM = 8 << 30
 
 
-def parse_size(size: Size, what: str = "size") -> int:
+def parse_size(size: Size, what: str = "size", *, least: int = MIN_TIER) -> int:
     """Bytes of a size.
 
     Args:
         size: a whole number of bytes, or text with a unit: B, KB, MB, GB, TB, PB (powers of 1000) or KiB to PiB
             (powers of 1024).
         what: the name to use in the error.
+        least: the smallest size that is allowed. Default 1 MiB, the smallest tier.
 
     Raises:
-        ConfigError: for anything else, or less than 1 MiB.
+        ConfigError: for anything else, or less than ``least``.
     """
     count: int | None = None
     if isinstance(size, int) and not isinstance(size, bool):
@@ -72,10 +73,8 @@ def parse_size(size: Size, what: str = "size") -> int:
         count = math.floor(float(match[1]) * _UNITS[match[2].lower()])
     if count is None:
         raise ConfigError(f'{what}={size!r} is not a size; allowed are whole bytes or text such as "4GiB" or "100GB"')
-    if count < MIN_TIER:
-        raise ConfigError(
-            f"{what}={size!r} is {count} bytes; a tier holds at least {MIN_TIER} (1 MiB): give more, or leave the tier out"
-        )
+    if count < least:
+        raise ConfigError(f"{what}={size!r} is {count} bytes; at least {least} are needed: give more, or leave it out")
     return count
 
 

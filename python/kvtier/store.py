@@ -21,6 +21,7 @@ from kvtier.keys import Extras, Tokens
 from kvtier.layout import KVLayout
 from kvtier.lease import Lease
 from kvtier.machine import usable_memory
+from kvtier.quota import Amount, Quota
 from kvtier.results import Match, PutResult, Result, put_result, put_results, results
 from kvtier.tiers.backend import DeviceBackend
 from kvtier.tiers.hbm import HbmTier, countdown, is_on_host, open_tier
@@ -462,6 +463,13 @@ class Namespace:
         """Remove every block of this namespace, also those that an earlier process stored. Returns how many."""
         return self._core.clear(self._space)
 
+    def stats(self) -> dict[str, Any]:
+        """Counters of this namespace since the store was opened (``hits``, ``misses``, ``evicted``: left the store to make
+        room, ``expired``: older than its quota allows), and under ``"tiers"`` what it holds of each: ``blocks``,
+        ``used_bytes`` (whole pages), ``guaranteed_bytes``, ``cap_bytes`` or ``None``. Does not block.
+        """
+        return self._core.namespace_report(self._space)
+
 
 class Store(Namespace):
     """A tiered store of KV blocks in this process.
@@ -534,7 +542,7 @@ class Store(Namespace):
         identity: Identity | bytes,
         layout: KVLayout | None = None,
         codec: str | None = None,
-        quota: Size | None = None,
+        quota: Quota | Amount | None = None,
     ) -> Namespace:
         """The blocks of one model, layout and tenant.
 
@@ -546,17 +554,17 @@ class Store(Namespace):
                 lossy one, a block that left memory comes back within the bounds that :mod:`kvtier.codecs` states, and a
                 second ``put`` of it replaces that by what was put. Such blocks have a namespace of their own: who asks
                 for none, or another, never gets them. Memory holds blocks as they are.
-            quota: not in this version.
+            quota: what it may hold, a :class:`Quota`; an amount alone is its cap. It holds until another is given, or
+                the store is closed. Default: as it was, at first a part of what no namespace has a guarantee of.
 
         Returns:
             The namespace; making it twice gives the same blocks. Does not block.
 
         Raises:
-            ConfigError: for an unknown codec, or a lossy one for bytes that are no bf16, fp16 or fp32.
-            UnsupportedError: for a quota.
+            ConfigError: for an unknown codec, or a lossy one for bytes that are no bf16, fp16 or fp32; for a quota that
+                guarantees more than there is, or the 256th namespace with one. Nothing was changed then.
         """
-        if quota is not None:
-            raise UnsupportedError(f"quota={quota!r} was given; this version has no quotas: leave it out")
+        quota = quota if isinstance(quota, Quota | None) else Quota(cap=quota)
         layout = layout or KVLayout.opaque()
         codecs.check(codec, layout)
         if isinstance(identity, Identity):
@@ -571,6 +579,9 @@ class Store(Namespace):
         if codec in codecs.LOSSY:
             text = canonical.encode({"lossy": codec, "of": text})
         namespace = Namespace(self._core, text, layout, self._hbm)
+        if quota is not None:
+            guaranteed, cap = quota.of([tier for tier in self.config.tiers if not isinstance(tier, Hbm)])
+            self._core.set_quota(namespace._space, guaranteed, cap, quota.priority, quota.ttl)
         tiers = [tier for tier in self.config.tiers if isinstance(tier, Nvme)]
         own = codec or (tiers[0].codec if tiers else None)
         layers = [(planes, heads, dim) for planes, _, heads, dim in codecs.segment_dims(layout, 1)]
@@ -635,8 +646,9 @@ class Store(Namespace):
         return self._core.clear(None)
 
     def stats(self) -> dict[str, Any]:
-        """Counters, sizes in bytes and latencies in seconds since the store was opened, by tier under ``"tiers"``. Does
-        not block.
+        """Counters, sizes in bytes and latencies in seconds since the store was opened, by tier under ``"tiers"``, and of
+        each namespace under ``"namespaces"``, by the first 16 digits of its digest; see :meth:`Namespace.stats`. Does not
+        block.
         """
         return self._core.report()
 

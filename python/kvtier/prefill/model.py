@@ -15,7 +15,7 @@ from kvtier.layout import KVLayout
 __all__ = ["cache_argument", "forward", "layout_of", "logits_of", "namespace", "synchronise"]
 
 
-def namespace(store: Any, model: Any, *, block_tokens: int = 16, quota: int | None = None, **identity: Any) -> Any:
+def namespace(store: Any, model: Any, *, block_tokens: int = 16, quota: Any = None, **identity: Any) -> Any:
     """The namespace of a loaded Hugging Face model in a store.
 
     Args:

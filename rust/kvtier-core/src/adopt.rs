@@ -75,7 +75,7 @@ impl Inner {
         let mut next: VecDeque<usize> = VecDeque::new();
         for (i, r) in recovered.iter().enumerate() {
             if r.parent.is_none() {
-                order.attach(known[i], None);
+                order.attach(known[i], None, r.namespace);
                 next.push_back(i);
             }
         }
@@ -83,7 +83,8 @@ impl Inner {
             let name = half(&recovered[parent].id);
             let from = children.partition_point(|child| child.0 < name);
             for &(_, child) in children[from..].iter().take_while(|child| child.0 == name) {
-                order.attach(known[child], Some(known[parent]));
+                let tag = recovered[child].namespace;
+                order.attach(known[child], Some(known[parent]), tag);
                 next.push_back(child);
             }
         }

@@ -12,6 +12,7 @@ use crate::index::{Cold, NOWHERE};
 use crate::load::Miss;
 use crate::order::Known;
 use crate::policy::Handle;
+use crate::shares::{Claim, Need, Search};
 use crate::space::Force;
 use crate::store::Inner;
 use crate::write::{Sent, Why};
@@ -36,23 +37,36 @@ pub(crate) enum Room {
 }
 
 impl Inner {
-    /// A slot on NVMe; evicts there until there is room.
+    /// A slot on NVMe for a block of this namespace, and its claim to the namespace's share until it
+    /// is published; evicts there until there is room.
     pub(crate) fn reserve_cold(
         &self,
         pages: u32,
+        tag: u64,
         room: Room,
         deadline: Instant,
         stop: &dyn Fn() -> bool,
-    ) -> Option<Slot> {
+    ) -> Option<(Slot, Claim)> {
         let cold = self.cold.as_ref()?;
+        let tier = self.memory.len();
+        let need = Need::Block(tag);
+        let claim = loop {
+            if let Some(claim) = self.order.lock().shares.claim(tier, tag, pages) {
+                break claim;
+            }
+            let none = room == Room::Free || stop();
+            if none || self.evict_coldest(pages, usize::MAX, room, Need::Cap(tag)) == 0 {
+                return None;
+            }
+        };
         let ahead = AHEAD.min(cold.tier.capacity_pages() / AHEAD_PART);
         for _ in 0..256 {
             let ready = cold.tier.free_pages() + cold.tier.free_soon_pages();
             if room == Room::Coldest && ready < ahead {
-                self.evict_coldest((ahead / 2) as u32, usize::MAX, room);
+                self.evict_coldest((ahead / 2) as u32, usize::MAX, room, Need::Tier);
             }
             if let Some(slot) = cold.tier.reserve(pages) {
-                return Some(slot);
+                return Some((slot, claim));
             }
             if room == Room::Free
                 || cold.is_failed()
@@ -71,13 +85,14 @@ impl Inner {
                     freed = window
                         .into_iter()
                         .filter(|&h| !self.order.lock().has_children(h))
-                        .map(|h| self.evict_cold(h, room))
+                        .filter(|&h| self.is_next(tier, h, need))
+                        .map(|h| self.evict_cold(h, room, need))
                         .sum();
                 }
                 if freed == 0 {
                     // More than is needed: a freed slot costs a wait for its record.
                     let enough = (2 * pages).max((ahead / 4) as u32);
-                    freed = self.evict_coldest(enough, usize::MAX, room);
+                    freed = self.evict_coldest(enough, usize::MAX, room, need);
                 }
                 if freed == 0 && soon == 0 {
                     return None;
@@ -93,56 +108,65 @@ impl Inner {
     /// Lets the coldest `count` blocks of the lowest tier go, whose entries are needed.
     pub(crate) fn forget_coldest(&self, count: usize) {
         if self.cold.is_some() {
-            self.evict_coldest(u32::MAX, count, Room::Spare);
+            self.evict_coldest(u32::MAX, count, Room::Spare, Need::Tables);
             return;
         }
         let tier = self.memory.len() - 1;
+        let force = Force {
+            need: Need::Tables,
+            ..Force::default()
+        };
+        let mut search = Search::new(tier, force.need);
         let mut victims = Vec::new();
         self.order
             .lock()
-            .policy(tier)
-            .victims(count, &mut |_| true, &mut victims);
+            .shares
+            .victims(&mut search, count, &mut |_| true, &mut victims);
         for h in victims {
-            self.evict(tier, h, Force::default());
+            self.evict(tier, h, force);
         }
     }
 
     /// Evicts from NVMe, in the policy's order, until so many pages or blocks have left. Returns how
     /// many pages.
-    fn evict_coldest(&self, pages: u32, count: usize, room: Room) -> u32 {
+    pub(crate) fn evict_coldest(&self, pages: u32, count: usize, room: Room, need: Need) -> u32 {
         const BATCH: usize = 64;
+        let Some(cold) = &self.cold else {
+            return 0;
+        };
         let tier = self.memory.len();
         let (mut freed, mut gone) = (0, 0);
-        let mut left = self.order.lock().policy(tier).len();
-        while freed < pages && gone < count && left > 0 {
+        while freed < pages {
+            let used = cold.tier.used_pages();
+            if !self.reclaim_expired() {
+                break;
+            }
+            freed += used.saturating_sub(cold.tier.used_pages()) as u32;
+        }
+        let mut search = Search::new(tier, need);
+        while freed < pages && gone < count {
             let asked = BATCH.min(count - gone);
             let mut victims = Vec::with_capacity(asked);
             self.order
                 .lock()
-                .policy(tier)
-                .victims(asked, &mut |_| true, &mut victims);
-            // Those that stay go to the far end of the order: each is looked at once.
-            left = left.saturating_sub(victims.len());
+                .shares
+                .victims(&mut search, asked, &mut |_| true, &mut victims);
             if victims.is_empty() {
                 break;
             }
-            let (before, all) = (gone, victims.len() < asked);
             for h in victims {
                 if freed < pages {
-                    let n = self.evict_cold(h, room);
+                    let n = self.evict_cold(h, room, need);
                     freed += n;
                     gone += usize::from(n > 0);
                 }
-            }
-            if gone == before && all {
-                break; // there are no other candidates
             }
         }
         freed
     }
 
     /// Takes a block off NVMe. Returns its pages; 0 if it stays.
-    fn evict_cold(&self, h: Handle, room: Room) -> u32 {
+    fn evict_cold(&self, h: Handle, room: Room, need: Need) -> u32 {
         let Some(cold) = &self.cold else {
             return 0;
         };
@@ -153,24 +177,26 @@ impl Inner {
         let Some(place) = entry.cold() else {
             return 0;
         };
-        let id = entry.id;
+        let (id, tag, tier) = (entry.id, entry.namespace, self.memory.len());
         let in_memory = entry.in_memory().is_some();
         let mut order = self.order.lock();
-        if if in_memory {
+        let stays = if in_memory {
             room != Room::Coldest
         } else {
             order.has_children(h) // they are kept above
-        } {
-            order.policy(self.memory.len()).defer(h);
+        };
+        if stays || !order.shares.may_leave(tier, tag, need) {
+            order.shares.defer(tier, h);
             return 0;
         }
         if in_memory {
             entry.clear_cold();
-            order.policy(self.memory.len()).on_remove(h);
+            order.shares.leave(tier, h, tag, place.slot.pages);
             cold.tier.remove(place.slot, &id);
             cold.stats.drops.add(1);
         } else {
             self.drop_entry(&mut shard, &mut order, h);
+            order.shares.count(tag, |account| account.evicted += 1);
             cold.stats.evictions.add(1);
         }
         place.slot.pages
@@ -258,7 +284,7 @@ impl Inner {
         if orphan || !self.can_write(&entry) {
             return Sent::Refused;
         }
-        self.write_down(tier, h, entry, pin, Why::Persist(room), deadline)
+        self.write_down(tier, h, entry, pin, Why::Persist(room), None, deadline)
     }
 
     /// An error if some of these blocks still lie only in memory.
@@ -311,7 +337,8 @@ impl Inner {
         memory.stats.corrupt.add(1);
         if entry.is_beside(tier) {
             entry.memory[tier] = NOWHERE;
-            self.order.lock().policy(tier).on_remove(h);
+            let (tag, pages) = (entry.namespace, entry.shape.pages());
+            self.order.lock().shares.leave(tier, h, tag, pages);
             memory.arena.retire(start);
             return;
         }
@@ -342,7 +369,9 @@ impl Inner {
         cold.tier.quarantine(place.slot, &entry.id);
         if entry.in_memory().is_some() {
             entry.clear_cold();
-            self.order.lock().policy(self.memory.len()).on_remove(h);
+            let (tag, pages) = (entry.namespace, place.slot.pages);
+            let mut order = self.order.lock();
+            order.shares.leave(self.memory.len(), h, tag, pages);
             return miss;
         }
         drop(shard);

@@ -15,6 +15,7 @@ use crate::index::Cold;
 use crate::layout::Piece;
 use crate::load::Miss;
 use crate::order::Known;
+use crate::shares::NOBODY;
 use crate::store::Inner;
 
 /// What to read.
@@ -87,7 +88,8 @@ impl Inner {
             0 => None,
             bytes => {
                 let pages = (bytes / PAGE) as u32;
-                Some(self.reserve(0, pages, Instant::now()).ok()?.temporary())
+                let reserved = self.reserve(0, pages, NOBODY, Instant::now());
+                Some(reserved.ok()?.0.temporary())
             }
         };
         let scratch_ptr = scratch.as_ref().map_or(std::ptr::null_mut(), Pin::ptr);

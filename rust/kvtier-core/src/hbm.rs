@@ -19,6 +19,7 @@ use crate::layout::Selection;
 use crate::load::{Landing, Miss};
 use crate::order::Known;
 use crate::policy::Handle;
+use crate::shares::{Need, Search};
 use crate::stats::TierStats;
 use crate::store::{Inner, Namespace, Store};
 use crate::transfers::{Told, Transfers};
@@ -265,7 +266,7 @@ impl Store {
         let inner = &self.inner;
         inner.check_open()?;
         let mut used = Vec::with_capacity(keys.len());
-        let places = ns.ids(keys)?.into_iter().map(|id| {
+        let places = inner.ids(ns, keys)?.into_iter().map(|id| {
             let Some((placed, known, shape)) = inner.place_one(&id, take) else {
                 return Ok(None);
             };
@@ -278,10 +279,10 @@ impl Store {
         let mut order = inner.order.lock();
         for (h, below) in used.into_iter().rev() {
             if !take {
-                order.policy(inner.tiers()).on_hit(h);
+                order.shares.on_hit(inner.tiers(), h);
             }
             // The copy below must not grow old while this one is used.
-            order.policy(below).on_hit(h);
+            order.shares.on_hit(below, h);
         }
         Ok(places)
     }
@@ -441,18 +442,17 @@ impl Inner {
             return blocks.filter(|&h| self.drop_from_hbm(hbm, h)).count() > 0;
         }
         let tier = self.tiers();
-        let mut left = self.order.lock().policy(tier).len();
+        let mut search = Search::new(tier, Need::Tier);
         let mut dropped = false;
-        while left > 0 && arena.free_pages() < pages {
+        while arena.free_pages() < pages {
             let mut victims = Vec::with_capacity(BATCH);
             self.order
                 .lock()
-                .policy(tier)
-                .victims(BATCH, &mut |_| true, &mut victims);
+                .shares
+                .victims(&mut search, BATCH, &mut |_| true, &mut victims);
             if victims.is_empty() {
                 break;
             }
-            left = left.saturating_sub(victims.len());
             for h in victims {
                 dropped |= self.drop_from_hbm(hbm, h);
                 if arena.free_pages() >= pages {
@@ -471,11 +471,14 @@ impl Inner {
         };
         let tier = self.tiers();
         if !hbm.arena.retire_idle(start) {
-            self.order.lock().policy(tier).defer(h);
+            self.order.lock().shares.defer(tier, h);
             return false;
         }
         shard.clear_hbm(h);
-        self.order.lock().policy(tier).on_remove(h);
+        if let Some(entry) = shard.get(h) {
+            let (tag, pages) = (entry.namespace, pages(entry.shape));
+            self.order.lock().shares.leave(tier, h, tag, pages);
+        }
         hbm.stats.drops.add(1);
         true
     }

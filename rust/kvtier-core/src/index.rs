@@ -24,7 +24,7 @@ pub const MEMORY_TIERS: usize = 2;
 pub const NOWHERE: u32 = u32::MAX;
 
 const SHARD_BITS: u32 = 8;
-const SHARDS: usize = 1 << SHARD_BITS;
+pub(crate) const SHARDS: usize = 1 << SHARD_BITS;
 
 /// Where a block lies on NVMe, and what its image there must match.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -147,6 +147,14 @@ impl Entry {
         Some((tier, self.memory[tier]))
     }
 
+    /// Does this tier hold it? NVMe comes after the memory tiers that there are.
+    pub fn is_in(&self, tier: usize, memory: usize) -> bool {
+        match tier < memory {
+            true => self.memory[tier] != NOWHERE,
+            false => self.is_cold(),
+        }
+    }
+
     /// Does a tier below memory tier `tier` hold it too?
     pub fn is_below(&self, tier: usize) -> bool {
         self.is_cold() || self.memory[tier + 1..].iter().any(|&s| s != NOWHERE)
@@ -227,6 +235,8 @@ pub struct Shard {
     /// The first of the vacant cells.
     vacant: u32,
     epoch: u32,
+    /// When each block of a namespace with a time to live was stored, once there is one.
+    pub(crate) born: Vec<u32>,
     /// Loads under way, by handle.
     pub(crate) flights: HashMap<Handle, Arc<Flight>, PlainHash>,
     /// First page of the slots in HBM, by handle: few blocks lie there, and none only there.
@@ -271,6 +281,7 @@ impl Shard {
             vacant: NIL,
             epoch: 0,
             flights: HashMap::default(),
+            born: Vec::new(),
             hbm: HashMap::default(),
         }
     }
@@ -305,6 +316,18 @@ impl Shard {
             Cell::Used(entry) => Some(entry),
             Cell::Vacant(_) => None,
         }
+    }
+
+    /// Notes when a block was stored.
+    pub(crate) fn set_born(&mut self, h: Handle, at: u32) {
+        let local = self.local(h);
+        grow(&mut self.born, local, 0);
+        self.born[local] = at;
+    }
+
+    /// When a block was stored; meaningless if its namespace has no time to live.
+    pub(crate) fn born(&self, h: Handle) -> Option<u32> {
+        self.born.get(self.local(h)).copied()
     }
 
     /// The entry of a handle, if it is still the use of it that had this epoch.
@@ -375,6 +398,7 @@ impl Shard {
 
     fn memory_bytes(&self) -> usize {
         self.cells.capacity() * size_of::<Cell>()
+            + self.born.capacity() * size_of::<u32>()
             + self.table.allocation_size()
             + self.hbm.allocation_size()
     }
@@ -413,30 +437,30 @@ impl Index {
 
     /// Adds an entry to its locked shard.
     pub fn insert(&self, shard: &mut Shard, entry: Entry) -> Handle {
-        let before = shard.memory_bytes();
-        let h = shard.insert(entry);
-        self.bytes
-            .fetch_add(shard.memory_bytes() - before, Ordering::Relaxed);
+        let h = self.counted(shard, |shard| shard.insert(entry));
         self.len.fetch_add(1, Ordering::Relaxed);
         h
     }
 
     /// Names a block's place in HBM, in its locked shard.
     pub fn set_hbm(&self, shard: &mut Shard, h: Handle, start: u32) {
-        let before = shard.memory_bytes();
-        shard.hbm.insert(h, start);
-        self.bytes
-            .fetch_add(shard.memory_bytes() - before, Ordering::Relaxed);
+        self.counted(shard, |shard| shard.hbm.insert(h, start));
     }
 
     /// Takes an entry out of its locked shard.
     pub fn remove(&self, shard: &mut Shard, h: Handle) -> Option<Entry> {
-        let before = shard.memory_bytes();
-        let entry = shard.remove(h)?;
-        self.bytes
-            .fetch_add(shard.memory_bytes() - before, Ordering::Relaxed);
+        let entry = self.counted(shard, |shard| shard.remove(h))?;
         self.len.fetch_sub(1, Ordering::Relaxed);
         Some(entry)
+    }
+
+    /// Does this to a shard, and counts the memory that it takes or gives back.
+    pub(crate) fn counted<T>(&self, shard: &mut Shard, change: impl FnOnce(&mut Shard) -> T) -> T {
+        let before = shard.memory_bytes();
+        let done = change(shard);
+        let grown = shard.memory_bytes().wrapping_sub(before);
+        self.bytes.fetch_add(grown, Ordering::Relaxed);
+        done
     }
 
     /// The handle and epoch of a block.

@@ -314,7 +314,7 @@ impl Store {
         priority: i32,
     ) -> Result<Arc<Job>> {
         self.inner.check_open()?;
-        let ids = ns.ids(keys)?;
+        let ids = self.inner.ids(ns, keys)?;
         let job = Job::new(ids.len(), deadline);
         if !ids.is_empty() {
             self.inner.prefetcher.push(Queued {
@@ -445,7 +445,7 @@ impl Inner {
     /// Copies a block from a lower memory tier into DRAM, where it stays clean: dropping it there
     /// costs nothing.
     fn promote(&self, h: u32, epoch: u32, from: usize) -> bool {
-        let (old, shape, id, root) = {
+        let (old, shape, id, root, tag) = {
             let mut shard = self.index.shard(h);
             let Some(entry) = shard
                 .get_same(h, epoch)
@@ -456,9 +456,10 @@ impl Inner {
             let Some(pin) = self.memory[from].arena.pin(entry.memory[from]) else {
                 return false;
             };
-            (pin, entry.shape, entry.id, entry.root)
+            (pin, entry.shape, entry.id, entry.root, entry.namespace)
         };
-        let Ok(new) = self.reserve(0, shape.pages(), Instant::now() + PATIENCE) else {
+        let patient = Instant::now() + PATIENCE;
+        let Ok((new, _claim)) = self.reserve(0, shape.pages(), tag, patient) else {
             return false;
         };
         let len = shape.image_len();

@@ -4,6 +4,7 @@
 //! its verbs live in [`put`], [`read`] and [`jobs`].
 
 mod adopt;
+mod ages;
 mod ahead;
 pub mod arena;
 mod budget;
@@ -30,6 +31,7 @@ pub mod read;
 pub mod reader;
 mod region;
 mod report;
+pub mod shares;
 mod space;
 pub mod stats;
 pub mod store;

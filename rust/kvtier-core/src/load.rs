@@ -19,7 +19,9 @@ use crate::error::Kind;
 use crate::index::{Cold, NOWHERE};
 use crate::order::Known;
 use crate::reader::Proof;
+use crate::shares::Claim;
 use crate::store::Inner;
+use crate::sync::Mutex;
 
 /// Why a read of a block is not a hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +81,8 @@ pub struct Flight {
     pub(crate) shape: Shape,
     pub(crate) cold: Cold,
     started: Instant,
+    /// Until it lands.
+    claim: Mutex<Option<Claim>>,
     pub(crate) course: Course<Pin, Miss>,
 }
 
@@ -158,7 +162,7 @@ impl Inner {
         watch: bool,
         deadline: Instant,
     ) -> Found {
-        let (flight, hold) = {
+        let (flight, tag, hold) = {
             let mut shard = self.index.shard(block.0);
             let Some(entry) = shard.get_same(block.0, block.1) else {
                 return Found::Nowhere;
@@ -166,7 +170,7 @@ impl Inner {
             if entry.in_memory().is_some() {
                 return Found::Resident;
             }
-            let (id, shape, cold) = (entry.id, entry.shape, entry.cold());
+            let (id, shape, cold, tag) = (entry.id, entry.shape, entry.cold(), entry.namespace);
             if let Some(flight) = shard.flights.get(&block.0)
                 && flight.block == block
             {
@@ -185,10 +189,11 @@ impl Inner {
                 shape,
                 cold,
                 started: Instant::now(),
+                claim: Mutex::default(),
                 course: Course::new(usize::from(watch)),
             });
             shard.flights.insert(block.0, flight.clone());
-            (flight, nvme.tier.hold(cold.slot))
+            (flight, tag, nvme.tier.hold(cold.slot))
         };
         self.stats.loads.add(1);
         let Some(stored) = readable(&flight.cold, flight.shape) else {
@@ -199,8 +204,11 @@ impl Inner {
         if flight.cold.codec != 0 {
             self.begin_coding();
         }
-        let pin = match self.reserve(0, flight.shape.pages(), deadline) {
-            Ok(pin) => pin,
+        let pin = match self.reserve(0, flight.shape.pages(), tag, deadline) {
+            Ok((pin, claim)) => {
+                *flight.claim.lock() = Some(claim);
+                pin
+            }
             Err(error) => {
                 let miss = match error.kind() {
                     Kind::Deadline => Miss::Deadline,
@@ -312,6 +320,7 @@ impl Inner {
             shard.flights.remove(&h);
         }
         drop(shard);
+        flight.claim.lock().take();
         if landing.is_ok() {
             self.stats.load.since(flight.started);
         }

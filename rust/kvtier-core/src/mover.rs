@@ -15,9 +15,10 @@ use kvtier_nvme::Clock;
 
 use crate::arena::Pin;
 use crate::error::Kind;
-use crate::index::{Entry, MEMORY_TIERS, NOWHERE};
+use crate::index::{Entry, NOWHERE};
 use crate::order::Known;
 use crate::policy::Handle;
+use crate::shares::{Claim, Need, Search};
 use crate::space::{Force, Left};
 use crate::store::Inner;
 use crate::write::{Sent, Why};
@@ -40,10 +41,10 @@ struct State {
     in_flight: usize,
     /// Bytes that what is coded takes beside the tiers.
     staged: usize,
-    /// Blocks that stand in the way of a hole.
-    requests: Vec<(usize, Handle)>,
-    /// The hole, in pages, that somebody waits for in each memory tier.
-    wanted: [u32; MEMORY_TIERS],
+    /// Blocks that stand in the way of a hole, their tiers, and what the hole is for.
+    requests: Vec<(usize, Handle, Need)>,
+    /// What somebody waits for: in which tier, what for, and how many pages side by side.
+    wanted: Vec<(usize, Need, u32)>,
 }
 
 /// The mover's mailbox, and its account of what is under way.
@@ -80,7 +81,7 @@ impl Mover {
                 in_flight: 0,
                 staged: 0,
                 requests: Vec::new(),
-                wanted: [0; MEMORY_TIERS],
+                wanted: Vec::new(),
             }),
             changed: Condvar::new(),
             stalled: AtomicBool::new(false),
@@ -99,18 +100,22 @@ impl Mover {
     }
 
     /// Asks for a hole of so many pages in a tier, whatever its watermarks.
-    pub(crate) fn press(&self, tier: usize, pages: u32) {
+    pub(crate) fn press(&self, tier: usize, pages: u32, need: Need) {
         let mut state = self.state.lock();
-        state.wanted[tier] = state.wanted[tier].max(pages);
+        let mut wanted = state.wanted.iter_mut();
+        match wanted.find(|want| (want.0, want.1) == (tier, need)) {
+            Some(want) => want.2 = want.2.max(pages),
+            None => state.wanted.push((tier, need, pages)),
+        }
         state.awake = true;
         self.changed.notify_all();
     }
 
     /// Asks for one block to be moved down, whatever its turn.
-    pub(crate) fn request(&self, tier: usize, h: Handle) {
+    pub(crate) fn request(&self, tier: usize, h: Handle, need: Need) {
         let mut state = self.state.lock();
-        if !state.requests.contains(&(tier, h)) {
-            state.requests.push((tier, h));
+        if !state.requests.contains(&(tier, h, need)) {
+            state.requests.push((tier, h, need));
         }
         state.awake = true;
         self.changed.notify_all();
@@ -163,6 +168,11 @@ impl Mover {
     pub(crate) fn is_idle(&self) -> bool {
         let state = self.state.lock();
         state.in_flight == 0 && state.requests.is_empty()
+    }
+
+    /// Blocks on their way to NVMe.
+    pub(crate) fn writing(&self) -> usize {
+        self.state.lock().writing.len()
     }
 
     /// Is anything on its way to NVMe?
@@ -229,8 +239,11 @@ impl Inner {
             self.mover.look(self.clock.now());
             for tier in (0..self.memory.len()).rev() {
                 self.demote_requested(tier);
-                if wanted[tier] > 0 || self.is_above(tier, self.high) {
-                    self.demote_to_low(tier, wanted[tier]);
+                for &(_, need, pages) in wanted.iter().filter(|want| want.0 == tier) {
+                    self.demote_to_low(tier, pages, need);
+                }
+                if self.is_above(tier, self.high) {
+                    self.demote_to_low(tier, 0, Need::Tier);
                 }
             }
         }
@@ -245,14 +258,15 @@ impl Inner {
             state.requests = others;
             mine
         };
-        let requests: Vec<(usize, Handle)> = requests;
-        // Where it stands says nothing of its worth: none takes its followers with it.
-        let force = Force {
-            dirty: true,
-            alone: true,
-        };
+        let requests: Vec<(usize, Handle, Need)> = requests;
         let mut stayed = false;
-        for (_, h) in requests {
+        for (_, h, need) in requests {
+            // Where it stands says nothing of its worth: none takes its followers with it.
+            let force = Force {
+                dirty: true,
+                alone: true,
+                need,
+            };
             stayed |= !self.demote(tier, h, force);
         }
         if stayed {
@@ -261,50 +275,72 @@ impl Inner {
     }
 
     /// Moves victims down until the tier is at its low watermark, counting what is under way, and
-    /// somewhat further if somebody waits for a hole of `wanted` pages that did not appear.
-    fn demote_to_low(self: &Arc<Self>, tier: usize, wanted: u32) {
+    /// somewhat further if somebody waits for a hole of `wanted` pages that did not appear; for a
+    /// block's need, until there is that hole. For a namespace at its cap, the cap is the tier.
+    fn demote_to_low(self: &Arc<Self>, tier: usize, wanted: u32, need: Need) {
         const BATCH: usize = 16;
         let arena = &self.memory[tier].arena;
         if !self.has_below(tier) {
             return; // whoever needs room evicts
         }
         let writes = tier + 1 == self.memory.len();
-        let mut wanted = wanted.min(arena.pages());
+        let cap = || match need {
+            Need::Cap(tag) => self.order.lock().shares.cap(tier, tag),
+            _ => None,
+        };
+        let clamp = |pages: u64| pages.min(arena.pages().into()) as u32;
+        let pages = clamp(cap().map_or(u64::MAX, |cap| cap.pages));
+        let mut wanted = wanted.min(pages);
         let free = arena.free_pages();
-        if wanted > 0 && free >= wanted && (!writes || self.mover.is_idle()) {
+        if wanted > 0 && cap().is_none() && free >= wanted && (!writes || self.mover.is_idle()) {
             wanted = free + (wanted / 8).max(1); // there are enough pages, but not side by side
         }
-        let share = |used: f64| ((1.0 - used) * f64::from(arena.pages())) as u32;
-        let (least, goal) = (share(self.high).max(wanted), share(self.low).max(wanted));
+        let share = |used: f64| ((1.0 - used) * f64::from(pages)) as u32;
+        let wanted = wanted.max(u32::from(cap().is_some()));
+        let (least, goal) = match need {
+            Need::Block(_) => (wanted, wanted), // its own blocks leave for no more than that
+            _ => (share(self.high).max(wanted), share(self.low).max(wanted)),
+        };
         // Pages that are free or will be; `None` to stop.
         let free = || {
+            let cap = cap();
             let state = self.mover.state.lock();
+            let idle = matches!(need, Need::Block(_)) && !arena.is_awaited();
+            if state.stop || idle {
+                return None; // nobody needs it any more
+            }
+            if let Some(cap) = cap {
+                return Some(clamp((cap.free + cap.going).max(0) as u64));
+            }
             let going = if writes && !self.mover.is_stalled() {
                 (state.in_flight / image::PAGE) as u32
             } else {
                 0
             };
-            (!state.stop).then(|| arena.free_pages() + going)
+            Some(arena.free_pages() + going)
         };
         // A block that cannot go below takes its followers with it only if no other can leave.
         let mut force = Force {
             dirty: true,
             alone: true,
+            need,
         };
-        let mut left = self.order.lock().policy(tier).len();
+        let mut search = Search::new(tier, need);
         while free().is_some_and(|free| free < goal) {
+            if self.reclaim_expired() {
+                continue;
+            }
             let writing: HashSet<Handle> = {
                 let state = self.mover.state.lock();
                 state.writing.keys().map(|known| known.0).collect()
             };
             let mut victims = Vec::with_capacity(BATCH);
-            self.order.lock().policy(tier).victims(
-                BATCH,
-                &mut |h| !writing.contains(&h),
-                &mut victims,
-            );
+            let mut idle = |h| !writing.contains(&h);
+            let mut order = self.order.lock();
+            let shares = &mut order.shares;
+            shares.victims(&mut search, BATCH, &mut idle, &mut victims);
+            drop(order);
             let (mut moved, count) = (false, victims.len());
-            left = left.saturating_sub(count);
             for h in victims {
                 let pages = self.index.shard(h).get(h).map_or(0, |e| e.shape.pages());
                 match free() {
@@ -317,12 +353,12 @@ impl Inner {
             }
             if moved {
                 force.alone = true;
-            } else if count < BATCH || left == 0 {
+            } else if count == 0 {
                 if !force.alone {
                     return; // all that is left is held
                 }
                 force.alone = false;
-                left = self.order.lock().policy(tier).len();
+                search = Search::new(tier, need);
             }
         }
     }
@@ -337,25 +373,36 @@ impl Inner {
 
     /// Moves a victim to the tier below, or evicts it with `force`. False: it stays where it is.
     fn demote(self: &Arc<Self>, tier: usize, h: Handle, force: Force) -> bool {
-        let (entry, pin) = {
+        let (entry, pin, going) = {
             let shard = self.index.shard(h);
             let Some(entry) = shard.get(h).filter(|e| e.memory[tier] != NOWHERE) else {
                 return true;
             };
+            if self.is_too_old(&shard, h, entry) {
+                let known = (h, entry.epoch);
+                drop(shard);
+                return self.remove_tree(known) > 0;
+            }
             if entry.is_beside(tier) || !self.can_demote(tier, entry) {
                 drop(shard);
                 return self.give_up(tier, h, force);
             }
+            let shares = &mut self.order.lock().shares;
+            let (tag, pages) = (entry.namespace, entry.shape.pages());
+            let Some(going) = shares.going(tier, tag, pages, force.need) else {
+                shares.defer(tier, h);
+                return false;
+            };
             let Some(pin) = self.memory[tier].arena.pin(entry.memory[tier]) else {
                 return false;
             };
-            (entry.clone(), pin)
+            (entry.clone(), pin, going)
         };
         if tier + 1 < self.memory.len() {
-            return self.copy_down(tier, h, &entry, pin, force);
+            return self.copy_down(tier, h, &entry, (pin, going), force);
         }
         let deadline = Instant::now() + STALL;
-        match self.write_down(tier, h, entry, pin, Why::Demote, deadline) {
+        match self.write_down(tier, h, entry, pin, Why::Demote, Some(going), deadline) {
             Sent::Away => true,
             Sent::Refused => self.give_up(tier, h, force),
             Sent::Late => {
@@ -376,7 +423,7 @@ impl Inner {
         tier: usize,
         h: Handle,
         entry: &Entry,
-        pin: Pin,
+        (pin, going): (Pin, Claim),
         force: Force,
     ) -> bool {
         let below = tier + 1;
@@ -385,18 +432,22 @@ impl Inner {
         let reserved = self.reserve_pressing(
             below,
             entry.shape.pages(),
+            entry.namespace,
             Instant::now() + STALL,
-            &mut |wanted, _| {
+            &mut |wanted, need, _| {
                 self.mover.look(self.clock.now());
                 self.demote_requested(below);
-                self.demote_to_low(below, wanted);
+                self.demote_to_low(below, wanted, need);
+                if self.is_above(below, self.high) {
+                    self.demote_to_low(below, 0, Need::Tier);
+                }
                 self.mover.is_writing()
             },
         );
-        let new = match reserved {
+        let (new, _claim) = match reserved {
             Ok(new) => new,
             Err(error) => {
-                drop(pin);
+                drop((pin, going));
                 return error.kind() != Kind::Closed && self.give_up(tier, h, force);
             }
         };
@@ -425,7 +476,8 @@ impl Inner {
         self.memory[below].stats.inserts.add(1);
         if pin.discard_if_only().is_ok() {
             current.memory[tier] = NOWHERE;
-            self.order.lock().policy(tier).on_remove(h);
+            let (tag, pages) = (current.namespace, current.shape.pages());
+            self.order.lock().shares.leave(tier, h, tag, pages);
             self.memory[tier].stats.demotions.add(1);
         }
         true

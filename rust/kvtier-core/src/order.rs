@@ -1,4 +1,4 @@
-//! The order in which blocks leave: the chains between them, and one policy a tier.
+//! The order in which blocks leave: the chains between them, and the policies of each tier.
 //!
 //! One lock guards it, taken after an index shard's and before the allocator's, and held for the
 //! time of a few array accesses.
@@ -6,7 +6,8 @@
 use hashbrown::HashSet;
 
 use crate::index::grow;
-use crate::policy::{Handle, Meta, Policy};
+use crate::policy::{Handle, Meta};
+use crate::shares::Shares;
 
 const NIL: u32 = u32::MAX;
 
@@ -44,22 +45,17 @@ pub type Known = (Handle, u32);
 /// Chains and policies.
 pub struct Order {
     links: Vec<Link>,
-    /// Counts the blocks of each tier in its order: memory tiers first, then NVMe.
-    policies: Vec<Box<dyn Policy>>,
+    /// The policies, by tier: memory tiers first, then NVMe.
+    pub(crate) shares: Shares,
 }
 
 impl Order {
-    /// No blocks yet; one policy a tier.
-    pub fn new(policies: Vec<Box<dyn Policy>>) -> Self {
+    /// No blocks yet.
+    pub fn new(shares: Shares) -> Self {
         Order {
             links: Vec::new(),
-            policies,
+            shares,
         }
-    }
-
-    /// The policy of a tier.
-    pub fn policy(&mut self, tier: usize) -> &mut dyn Policy {
-        &mut *self.policies[tier]
     }
 
     fn alive(&self, (h, epoch): Known) -> bool {
@@ -68,8 +64,9 @@ impl Order {
             .is_some_and(|link| link.epoch == epoch && link.state == State::Alive)
     }
 
-    /// Adds a block to the tree. False: the parent is gone, or going, and nothing was added.
-    pub fn attach(&mut self, (h, epoch): Known, parent: Option<Known>) -> bool {
+    /// Adds a block of this namespace to the tree. False: the parent is gone, or going, and nothing
+    /// was added.
+    pub fn attach(&mut self, (h, epoch): Known, parent: Option<Known>, namespace: u64) -> bool {
         if parent.is_some_and(|parent| !self.alive(parent)) {
             return false;
         }
@@ -89,6 +86,7 @@ impl Order {
             }
         }
         self.links[at] = link;
+        self.shares.attach(h, namespace);
         true
     }
 
@@ -111,6 +109,7 @@ impl Order {
         } else if link.parent != NIL {
             self.links[link.parent as usize].first = link.next;
         }
+        self.shares.detach(h);
     }
 
     /// Does any block in the store follow this one?
@@ -193,12 +192,7 @@ impl Order {
 
     /// Bytes kept in memory.
     pub fn memory_bytes(&self) -> usize {
-        self.links.capacity() * size_of::<Link>()
-            + self
-                .policies
-                .iter()
-                .map(|p| p.memory_bytes())
-                .sum::<usize>()
+        self.links.capacity() * size_of::<Link>() + self.shares.memory_bytes()
     }
 }
 
@@ -208,7 +202,7 @@ mod tests {
 
     #[test]
     fn a_condemned_tree_names_descendants_first_and_takes_no_more() {
-        let mut order = Order::new(Vec::new());
+        let mut order = Order::new(Shares::new("lru-leaf", Vec::new()).unwrap());
         for (h, parent) in [
             (0, None),
             (1, Some(0)),
@@ -216,21 +210,21 @@ mod tests {
             (3, Some(0)),
             (4, None),
         ] {
-            assert!(order.attach((h, 7), parent.map(|p| (p, 7))));
+            assert!(order.attach((h, 7), parent.map(|p| (p, 7)), 0));
         }
         assert!(
-            !order.attach((5, 7), Some((0, 6))),
+            !order.attach((5, 7), Some((0, 6)), 0),
             "another use of the handle"
         );
         let tree: Vec<Handle> = order.condemn((0, 7)).iter().map(|k| k.0).collect();
         assert_eq!(tree.len(), 4);
         let at = |h| tree.iter().position(|&x| x == h).unwrap();
         assert!(at(2) < at(1) && at(1) < at(0) && at(3) < at(0));
-        assert!(!order.attach((5, 7), Some((1, 7))));
+        assert!(!order.attach((5, 7), Some((1, 7)), 0));
         for h in tree {
             order.detach(h);
         }
-        assert!(order.attach((1, 8), Some((4, 7))) && order.has_children(4));
+        assert!(order.attach((1, 8), Some((4, 7)), 0) && order.has_children(4));
         order.detach(1);
         assert!(!order.has_children(4));
     }

@@ -123,6 +123,10 @@ impl Inner {
     ) -> Result<Put> {
         let started = Instant::now();
         let (id, shape) = (checked.id, checked.shape);
+        self.expire(ns, &id);
+        if let Some(parent) = &checked.parent {
+            self.expire(ns, parent);
+        }
         if let Some(tier) = self.touch(&id, Some(shape))? {
             self.stats.present.add(1);
             self.remove_replaced(checked);
@@ -138,7 +142,7 @@ impl Inner {
                 None => return Ok(self.orphan()),
             },
         };
-        let pin = self.reserve(0, shape.pages(), deadline)?;
+        let (pin, _claim) = self.reserve(0, shape.pages(), ns.tag(), deadline)?;
         let mut table = Vec::with_capacity(shape.segments());
         for (offset, len) in ns.layout.segments(shape) {
             // SAFETY: the slot is ours alone and at least `payload` bytes long, and so is `data`.
@@ -209,7 +213,8 @@ impl Inner {
         if shape.is_some() && entry.is_lossy() {
             return Ok(None);
         }
-        self.order.lock().policy(self.below_hbm(entry)).on_hit(h);
+        let tier = self.below_hbm(entry);
+        self.order.lock().shares.on_hit(tier, h);
         Ok(Some(self.nearest(&shard, h, entry)))
     }
 
@@ -236,6 +241,7 @@ impl Inner {
         self.insert_order(0, h, entry);
         let arena = &self.memory[0].arena;
         arena.set_owner(new.memory[0], h);
+        self.is_born(shard, h, new.namespace);
         // Who asked for the block to be kept means the block, not that copy of it.
         if held
             && let Some(kept) = self.pinned.lock().get_mut(&new.id)
@@ -256,19 +262,21 @@ impl Inner {
             }
             return Put::Present(self.nearest(&shard, h, other));
         }
+        let tag = entry.namespace;
         let (fingerprint, pages, importance) =
             (entry.fingerprint(), entry.shape.pages(), entry.importance);
         let h = self.index.insert(&mut shard, entry);
         let epoch = shard.get(h).map_or(0, |entry| entry.epoch);
         let mut order = self.order.lock();
-        if !order.attach((h, epoch), parent) {
+        if !order.attach((h, epoch), parent, tag) {
             drop(order);
             self.index.remove(&mut shard, h);
             return Put::Orphan;
         }
         let meta = order.meta(h, fingerprint, pages, importance);
-        order.policy(0).on_insert(h, &meta);
+        order.shares.enter(0, h, tag, &meta);
         drop(order);
+        self.is_born(&mut shard, h, tag);
         self.memory[0].arena.set_owner(start, h);
         Put::Stored(self.memory[0].name)
     }

@@ -155,8 +155,8 @@ impl Store {
                 ),
             ));
         }
-        let requests: Vec<Request<'_>> = ns
-            .ids(keys)?
+        let requests: Vec<Request<'_>> = inner
+            .ids(ns, keys)?
             .into_iter()
             .zip(outs)
             .map(|(id, &out)| Request {
@@ -194,8 +194,12 @@ impl Store {
         }
         // From the tail of the chain to its head, so that the head is the last to leave.
         let mut order = inner.order.lock();
+        order.shares.count(ns.tag(), |account| {
+            account.hits += used.len() as u64;
+            account.misses += (keys.len() - used.len()) as u64;
+        });
         for (tier, h) in used.into_iter().rev() {
-            order.policy(tier).on_hit(h);
+            order.shares.on_hit(tier, h);
         }
         Ok(results)
     }
@@ -208,7 +212,8 @@ impl Store {
         selection: &Selection,
     ) -> Result<Vec<Option<usize>>> {
         self.inner.check_open()?;
-        ns.ids(keys)?
+        self.inner
+            .ids(ns, keys)?
             .iter()
             .map(|id| {
                 let shard = self.inner.index.of(id);
@@ -232,7 +237,7 @@ impl Store {
     ) -> Result<Vec<std::result::Result<Leased, Miss>>> {
         let inner = &self.inner;
         inner.check_open()?;
-        let ids = ns.ids(keys)?;
+        let ids = self.inner.ids(ns, keys)?;
         let mut ahead = Ahead::new(ids.len());
         let mut leases = Vec::with_capacity(ids.len());
         let mut used = Vec::with_capacity(ids.len());
@@ -258,8 +263,12 @@ impl Store {
             leases.push(leased.map(|(leased, _, _)| leased));
         }
         let mut order = inner.order.lock();
+        order.shares.count(ns.tag(), |account| {
+            account.hits += used.len() as u64;
+            account.misses += (keys.len() - used.len()) as u64;
+        });
         for (tier, h) in used.into_iter().rev() {
-            order.policy(tier).on_hit(h);
+            order.shares.on_hit(tier, h);
         }
         Ok(leases)
     }
@@ -288,7 +297,7 @@ impl Store {
     /// Takes back one [`Store::pin`] of each key. Says which had one.
     pub fn unpin(&self, ns: &Namespace, keys: &[&[u8]]) -> Result<Vec<bool>> {
         self.inner.check_open()?;
-        let ids = ns.ids(keys)?;
+        let ids = self.inner.ids(ns, keys)?;
         let mut pinned = self.inner.pinned.lock();
         Ok(ids
             .into_iter()

@@ -2,9 +2,11 @@
 
 use kvtier_codec::image::PAGE;
 
+use crate::error::Result;
 use crate::hbm::HBM;
+use crate::shares::{Held, Shares};
 use crate::stats::{Summary, TierStats};
-use crate::store::{NVME, Store};
+use crate::store::{Inner, NVME, Namespace, Store};
 
 /// The state of one tier.
 #[derive(Clone, Debug)]
@@ -31,11 +33,39 @@ pub struct TierReport {
     pub get: Summary,
 }
 
+/// What a namespace holds of one tier.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ShareReport {
+    /// The tier.
+    pub tier: &'static str,
+    /// Blocks there.
+    pub blocks: u64,
+    /// Their bytes, whole pages.
+    pub bytes: u64,
+    /// Bytes that no other namespace can take.
+    pub guaranteed: u64,
+    /// Bytes that it never holds more than.
+    pub cap: Option<u64>,
+}
+
+/// The state of one namespace.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NamespaceReport {
+    /// The first bytes of its digest.
+    pub tag: u64,
+    /// By tier, fastest first.
+    pub shares: Vec<ShareReport>,
+    /// Counters by name.
+    pub counters: Vec<(&'static str, u64)>,
+}
+
 /// The state of the store.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// Tiers, fastest first.
     pub tiers: Vec<TierReport>,
+    /// Namespaces that hold something, or were read from.
+    pub namespaces: Vec<NamespaceReport>,
     /// Blocks in the store.
     pub blocks: u64,
     /// Bytes of index, policies and tables.
@@ -54,6 +84,15 @@ impl Store {
     /// The state of everything.
     pub fn report(&self) -> Report {
         let inner = &self.inner;
+        // All at one moment, so that they agree.
+        let (blocks, mut namespaces) = {
+            let order = inner.order.lock();
+            let blocks: Vec<usize> = order.shares.tiers().map(|i| order.shares.len(i)).collect();
+            let tags = order.shares.tags();
+            let report = |tag| inner.namespace_report(&order.shares, tag);
+            (blocks, tags.map(report).collect::<Vec<_>>())
+        };
+        namespaces.sort_unstable_by_key(|namespace| namespace.tag);
         let mut tiers = Vec::new();
         let counters = |s: &TierStats| {
             vec![
@@ -75,7 +114,7 @@ impl Store {
                 size: hbm.size,
                 capacity: page(pages),
                 used: page(pages.saturating_sub(free)),
-                blocks: inner.order.lock().policy(inner.tiers()).len() as u64,
+                blocks: blocks[inner.tiers()] as u64,
                 prefaulted: hbm.size,
                 quarantined: 0,
                 emulated: false,
@@ -90,7 +129,7 @@ impl Store {
                 size: m.size,
                 capacity: page(pages),
                 used: page(pages.saturating_sub(free)),
-                blocks: inner.order.lock().policy(i).len() as u64,
+                blocks: blocks[i] as u64,
                 prefaulted: m.arena.prefaulted_bytes() as u64,
                 quarantined: page(m.arena.lost_pages()),
                 emulated: m.pacer.is_some(),
@@ -121,7 +160,7 @@ impl Store {
                 size: cold.size,
                 capacity: cold.tier.capacity_pages() * page,
                 used: cold.tier.used_pages() * page,
-                blocks: inner.order.lock().policy(inner.memory.len()).len() as u64,
+                blocks: blocks[inner.memory.len()] as u64,
                 prefaulted: 0,
                 quarantined: s.quarantined_pages * page,
                 emulated: cold.emulated,
@@ -132,6 +171,7 @@ impl Store {
         let s = &inner.stats;
         Report {
             tiers,
+            namespaces,
             blocks: inner.index.len() as u64,
             metadata: inner.metadata_bytes() as u64,
             counters: vec![
@@ -144,10 +184,45 @@ impl Store {
                 ("joined", s.joined.get()),
                 ("over_budget", s.over_budget.get()),
                 ("moved", s.moved.get()),
+                ("writing", inner.mover.writing() as u64),
             ],
             put: s.put.summary(),
             load: s.load.summary(),
             engine: inner.cold.as_ref().map(|c| c.tier.engine_name()),
+        }
+    }
+    /// The state of one namespace.
+    pub fn namespace_report(&self, ns: &Namespace) -> Result<NamespaceReport> {
+        self.inner.check_open()?;
+        let order = self.inner.order.lock();
+        Ok(self.inner.namespace_report(&order.shares, ns.tag()))
+    }
+}
+
+impl Inner {
+    fn namespace_report(&self, shares: &Shares, tag: u64) -> NamespaceReport {
+        let page = PAGE as u64;
+        let account = shares.read(tag);
+        let tiers = account.held.iter().enumerate();
+        let share = |(tier, held): (usize, &Held)| {
+            let (guaranteed, cap) = shares.limits(tier, tag);
+            ShareReport {
+                tier: self.tier_name(tier),
+                blocks: held.blocks,
+                bytes: held.pages * page,
+                guaranteed: guaranteed * page,
+                cap: cap.map(|cap| cap * page),
+            }
+        };
+        NamespaceReport {
+            tag,
+            shares: tiers.map(share).collect(),
+            counters: vec![
+                ("hits", account.hits),
+                ("misses", account.misses),
+                ("evicted", account.evicted),
+                ("expired", account.expired),
+            ],
         }
     }
 }

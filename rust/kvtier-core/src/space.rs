@@ -7,11 +7,13 @@ use kvtier_codec::image::PAGE;
 use kvtier_nvme::slots::{BUSY, FREE, LOST, Run};
 
 use crate::arena::Pin;
+use crate::cold::Room;
 use crate::error::{Error, Kind, Result};
 use crate::hbm;
 use crate::index::{Entry, NOWHERE, Shard};
 use crate::order::{Known, Order};
 use crate::policy::Handle;
+use crate::shares::{Claim, Need, Search};
 use crate::stats::TierStats;
 use crate::store::Inner;
 use crate::sync::atomic::Ordering;
@@ -29,13 +31,15 @@ pub(crate) enum Left {
     Gone,
 }
 
-/// What an eviction may do that it would rather not.
+/// What an eviction is for, and may do that it would rather not.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Force {
     /// Evict what could still be written below.
     pub(crate) dirty: bool,
     /// Keep what has followers, instead of evicting them with it.
     pub(crate) alone: bool,
+    /// Whose blocks may leave.
+    pub(crate) need: Need,
 }
 
 /// What an attempt to make room came to.
@@ -69,17 +73,24 @@ const BATCH: usize = 16;
 const GLANCE: Duration = Duration::from_secs(1);
 
 impl Inner {
-    /// A slot in a memory tier, pinned for its writer. Evicts, moves and waits until `deadline` as
+    /// A slot in a memory tier for a block of this namespace, pinned for its writer, and its claim to
+    /// the namespace's share until it is published. Evicts, moves and waits until `deadline` as
     /// needed.
     ///
     /// Do not wait here while holding slots that others wait for.
-    pub(crate) fn reserve(&self, tier: usize, pages: u32, deadline: Instant) -> Result<Pin> {
+    pub(crate) fn reserve(
+        &self,
+        tier: usize,
+        pages: u32,
+        tag: u64,
+        deadline: Instant,
+    ) -> Result<(Pin, Claim)> {
         let mut asked = 0;
-        self.reserve_pressing(tier, pages, deadline, &mut |wanted, made| {
+        self.reserve_pressing(tier, pages, tag, deadline, &mut |wanted, need, made| {
             // Blocks that leave already should be enough, but those that were asked may stay.
             asked += u32::from(made == Made::Asked);
             if made == Made::Nothing || asked > 2 {
-                self.mover.press(tier, wanted);
+                self.mover.press(tier, wanted, need);
             }
             true
         })
@@ -91,32 +102,49 @@ impl Inner {
         &self,
         tier: usize,
         pages: u32,
+        tag: u64,
         deadline: Instant,
-        press: &mut dyn FnMut(u32, Made) -> bool,
-    ) -> Result<Pin> {
+        press: &mut dyn FnMut(u32, Need, Made) -> bool,
+    ) -> Result<(Pin, Claim)> {
         let memory = &self.memory[tier];
         let arena = &memory.arena;
         let patient = Instant::now() < deadline;
         let waiter = arena.waiter();
+        let mut claimed = None;
         loop {
             let seen = waiter.seen();
-            let charge = if tier == 0 {
+            let mut need = Need::Block(tag);
+            if claimed.is_none() {
+                claimed = self.order.lock().shares.claim(tier, tag, pages);
+            }
+            let charge = if tier == 0 && claimed.is_some() {
                 self.charge_metadata()
             } else {
                 Charge::Paid
             };
-            let wanted = match charge {
-                Charge::Paid => match arena.alloc(pages) {
+            let wanted = match (charge, claimed.take()) {
+                (Charge::Paid, Some(claim)) => match arena.alloc(pages) {
                     Some(pin) => {
                         if self.has_below(tier) && self.is_above(tier, self.high) {
                             self.mover.wake();
                         }
-                        return Ok(pin);
+                        return Ok((pin, claim));
                     }
-                    None => pages,
+                    None => {
+                        claimed = Some(claim);
+                        pages
+                    }
                 },
-                Charge::Lacks(pages) => pages,
-                Charge::TooMuch => {
+                (_, None) => {
+                    need = Need::Cap(tag);
+                    pages
+                }
+                (Charge::Lacks(pages), claim) => {
+                    claimed = claim;
+                    pages
+                }
+                (Charge::TooMuch, claim) => {
+                    claimed = claim;
                     // Records on their way to NVMe are part of it, and soon gone.
                     if patient && let Some(cold) = &self.cold {
                         let _ = cold
@@ -126,14 +154,17 @@ impl Inner {
                     0
                 }
             };
-            if pages > arena.pages() {
+            let cap = self.order.lock().shares.cap(tier, tag);
+            let most = cap.map_or(u64::MAX, |cap| cap.pages);
+            let most = most.min(arena.pages().into());
+            if u64::from(pages) > most {
                 return Err(Error::new(
                     Kind::Full,
                     format!(
-                        "a block of {} bytes was given; the {} tier holds {} bytes beside its index. Use a larger tier or smaller blocks",
+                        "a block of {} bytes was given; the {} tier holds {} bytes for its namespace beside the index. Use a larger tier or cap, or smaller blocks",
                         pages as usize * PAGE,
                         memory.name,
-                        arena.pages() as usize * PAGE
+                        most * PAGE as u64
                     ),
                 ));
             }
@@ -142,11 +173,11 @@ impl Inner {
             }
             let mut hope = true;
             if wanted > 0 {
-                let made = self.make_room(tier, wanted);
+                let made = self.make_room(tier, wanted, need);
                 if made == Made::Room {
                     continue;
                 }
-                hope = press(wanted, made) || waiter.seen() != seen;
+                hope = press(wanted, need, made) || waiter.seen() != seen;
             }
             let now = Instant::now();
             if hope && patient && now < deadline {
@@ -159,14 +190,18 @@ impl Inner {
             } else {
                 (Kind::Full, "now")
             };
+            let (free, of) = match need {
+                Need::Cap(_) => (0, "its namespace's cap"),
+                _ => (arena.free_pages(), "it"),
+            };
             return Err(Error::new(
                 kind,
                 format!(
-                    "no room for {} bytes in the {} tier {what}: {} of {} bytes are free, the rest is pinned, leased or on its way down. Release leases, wait longer, or use a larger tier",
+                    "no room for {} bytes in the {} tier {what}: {} of {} bytes are free within {of}, the rest is pinned, leased, guaranteed to others or on its way down. Release leases, wait longer, or use a larger tier",
                     wanted as usize * PAGE,
                     memory.name,
-                    arena.free_pages() as usize * PAGE,
-                    arena.pages() as usize * PAGE
+                    free as usize * PAGE,
+                    most * PAGE as u64
                 ),
             ));
         }
@@ -184,24 +219,40 @@ impl Inner {
             > share * f64::from(arena.pages())
     }
 
-    /// Frees at least one slot on the way to a hole of `pages` pages, if the caller can.
-    fn make_room(&self, tier: usize, pages: u32) -> Made {
+    /// Frees at least one slot on the way to a hole of `pages` pages, or to as many below a cap, if
+    /// the caller can.
+    fn make_room(&self, tier: usize, pages: u32, need: Need) -> Made {
         let arena = &self.memory[tier].arena;
         let mut made = Made::Nothing;
-        if arena.free_pages() >= pages
+        let enough = || match need {
+            Need::Cap(tag) => {
+                let cap = self.order.lock().shares.cap(tier, tag);
+                cap.is_none_or(|cap| cap.free >= pages.into())
+            }
+            _ => arena.free_pages() >= pages,
+        };
+        while self.reclaim_expired() {
+            made = Made::Room;
+            if enough() {
+                return made;
+            }
+        }
+        if !matches!(need, Need::Cap(_))
+            && arena.free_pages() >= pages
             && let Some((from, to, runs)) = arena.window(pages)
         {
-            made = self.clear(tier, from, to, &runs);
+            made = self.clear(tier, from, to, &runs, need);
             if made == Made::Room {
                 return made;
             }
         }
         // Where every window holds something that must stay, evicting may open another.
-        let mut left = self.order.lock().policy(tier).len();
+        let mut search = Search::new(tier, need);
         // None takes its followers in other tiers with it while there is one without.
         let mut force = Force {
             dirty: false,
             alone: true,
+            need,
         };
         // One is mostly enough, and each costs a search.
         let mut asked = 1;
@@ -210,28 +261,25 @@ impl Inner {
             victims.clear();
             self.order
                 .lock()
-                .policy(tier)
-                .victims(asked, &mut |_| true, &mut victims);
+                .shares
+                .victims(&mut search, asked, &mut |_| true, &mut victims);
             asked = (2 * asked).min(BATCH);
-            let mut others = false;
             for &h in &victims {
                 match self.evict(tier, h, force) {
                     Left::Freed => made = Made::Room,
-                    Left::Held | Left::Gone => others = true,
+                    Left::Held | Left::Gone => {}
                     Left::Dirty => return made,
                 }
-                if made == Made::Room && arena.free_pages() >= pages {
+                if made == Made::Room && enough() {
                     return made;
                 }
             }
-            // Held blocks went to the far end of the order: look at the next ones, each once.
-            left = left.saturating_sub(victims.len());
-            if victims.is_empty() || left == 0 || !(others || made == Made::Room) {
+            if victims.is_empty() {
                 if made == Made::Room || !force.alone {
                     return made;
                 }
                 force.alone = false;
-                left = self.order.lock().policy(tier).len();
+                search = Search::new(tier, need);
             }
         }
     }
@@ -247,36 +295,44 @@ impl Inner {
         if start == NOWHERE {
             return Left::Gone;
         }
+        let (tag, pages) = (entry.namespace, entry.shape.pages());
+        let mut order = self.order.lock();
+        let held = |order: &mut Order| {
+            order.shares.defer(tier, h);
+            Left::Held
+        };
+        if !order.shares.may_leave(tier, tag, force.need) {
+            return held(&mut order);
+        }
         if entry.is_beside(tier) {
             if !memory.arena.retire_idle(start) {
-                self.order.lock().policy(tier).defer(h);
-                return Left::Held;
+                return held(&mut order);
             }
             entry.memory[tier] = NOWHERE;
-            self.order.lock().policy(tier).on_remove(h);
+            order.shares.leave(tier, h, tag, pages);
             memory.stats.drops.add(1);
             return Left::Freed;
         }
+        drop(order);
         if !force.dirty && self.can_demote(tier, entry) {
             return Left::Dirty;
         }
         if memory.arena.is_pinned(start) {
-            self.order.lock().policy(tier).defer(h);
-            return Left::Held;
+            return held(&mut self.order.lock());
         }
         let known = (h, entry.epoch);
         let unaffordable = self.is_unaffordable(entry);
         let mut order = self.order.lock();
         if !order.has_children(h) {
             self.drop_entry(&mut shard, &mut order, h);
+            order.shares.count(tag, |account| account.evicted += 1);
             memory.stats.evictions.add(1);
         } else {
             // Its children lie elsewhere: without it they are useless.
             drop(order);
             drop(shard);
-            if force.alone || !self.evict_tree(known, &memory.stats) {
-                self.order.lock().policy(tier).defer(h);
-                return Left::Held;
+            if force.alone || !self.evict_tree(known, &memory.stats, force.need) {
+                return held(&mut self.order.lock());
             }
         }
         if unaffordable {
@@ -285,8 +341,31 @@ impl Inner {
         Left::Freed
     }
 
-    /// Evicts a block and all that follow it, unless somebody holds one of them. False: it stayed.
-    fn evict_tree(&self, root: Known, stats: &TierStats) -> bool {
+    /// Has what a namespace holds of a tier above its cap leave: at once where nothing is below, else
+    /// as the mover gets to it. Until then nothing more of it comes in.
+    pub(crate) fn shrink_to_cap(&self, tier: usize, tag: u64) {
+        let need = Need::Cap(tag);
+        let excess = || {
+            let cap = self.order.lock().shares.cap(tier, tag);
+            cap.map_or(0, |cap| (-cap.free).clamp(0, u32::MAX.into()) as u32)
+        };
+        if tier < self.memory.len() {
+            if excess() > 0 {
+                self.make_room(tier, 0, need);
+                self.mover.press(tier, 0, need);
+            }
+            return;
+        }
+        while excess() > 0 {
+            if self.evict_coldest(excess(), usize::MAX, Room::Coldest, need) == 0 {
+                return;
+            }
+        }
+    }
+
+    /// Evicts a block and all that follow it, unless somebody holds one of them, or it may not leave a
+    /// tier. False: it stayed.
+    fn evict_tree(&self, root: Known, stats: &TierStats, need: Need) -> bool {
         let tree = self.order.lock().descendants(root);
         let is_held = |entry: &Entry| {
             self.memory
@@ -306,13 +385,22 @@ impl Inner {
             match shard.get_same(h, epoch) {
                 None => continue,
                 Some(entry) if is_held(entry) => return false,
-                Some(_) => {}
+                Some(entry) => {
+                    let order = self.order.lock();
+                    let mut tiers =
+                        (0..self.tiers()).filter(|&tier| entry.is_in(tier, self.memory.len()));
+                    if !tiers.all(|tier| order.shares.may_leave(tier, entry.namespace, need)) {
+                        return false;
+                    }
+                }
             }
             let mut order = self.order.lock();
             if order.has_children(h) {
                 return false; // a new one
             }
-            self.drop_entry(&mut shard, &mut order, h);
+            if let Some(tag) = self.drop_entry(&mut shard, &mut order, h) {
+                order.shares.count(tag, |account| account.evicted += 1);
+            }
             stats.evictions.add(1);
         }
         true
@@ -320,11 +408,12 @@ impl Inner {
 
     /// Empties a stretch of a memory tier as far as possible: moves its blocks into holes outside
     /// it, evicts them, or asks for their demotion.
-    fn clear(&self, tier: usize, from: u32, to: u32, runs: &[Run]) -> Made {
+    fn clear(&self, tier: usize, from: u32, to: u32, runs: &[Run], need: Need) -> Made {
         // Which blocks stand here says nothing of their worth: none takes its followers with it.
         let force = Force {
+            dirty: false,
             alone: true,
-            ..Force::default()
+            need,
         };
         let mut cleared = true;
         // What is under way may be enough, and changes which stretch is the best.
@@ -337,12 +426,13 @@ impl Inner {
                 BUSY | LOST => false,
                 _ => match self.relocate(tier, run, from, to) {
                     Some(moved) => moved,
+                    None if !self.is_next(tier, h, need) => false,
                     None => match self.evict(tier, h, force) {
                         Left::Freed | Left::Gone => true,
                         Left::Held => false,
                         Left::Dirty => {
                             if idle {
-                                self.mover.request(tier, h);
+                                self.mover.request(tier, h, need);
                                 made = Made::Asked;
                             }
                             false
@@ -352,6 +442,15 @@ impl Inner {
             };
         }
         if cleared { Made::Room } else { made }
+    }
+
+    /// May a block leave a tier, and do no other namespaces' leave before it?
+    pub(crate) fn is_next(&self, tier: usize, h: Handle, need: Need) -> bool {
+        let shard = self.index.shard(h);
+        let shares = &self.order.lock().shares;
+        shard
+            .get(h)
+            .is_some_and(|entry| shares.is_next(tier, entry.namespace, need))
     }
 
     /// Moves a block out of `[from, to)`. `None`: no hole outside holds it. `Some(false)`: somebody
@@ -432,8 +531,9 @@ impl Inner {
         let wish = wish.saturating_sub(arena.ceded_pages());
         if wish > 0 {
             let step = wish.max(mapped / 512);
+            while arena.free_pages() < step && self.reclaim_expired() {}
             let (from, to, runs) = arena.top(step);
-            self.clear(0, from, to, &runs);
+            self.clear(0, from, to, &runs, Need::Tier);
             arena.cede(step, false);
         }
         let mut lacking = need.min(most).saturating_sub(arena.ceded_pages());
@@ -488,37 +588,43 @@ impl Inner {
             },
             entry.importance,
         );
-        order.policy(tier).on_insert(h, &meta);
+        order.shares.enter(tier, h, entry.namespace, &meta);
     }
 
     /// Takes an entry without children out of the store, wherever it lies. Slots that are held are
-    /// freed when they are let go.
-    pub(crate) fn drop_entry(&self, shard: &mut Shard, order: &mut Order, h: Handle) {
+    /// freed when they are let go. Says which namespace it was of.
+    pub(crate) fn drop_entry(
+        &self,
+        shard: &mut Shard,
+        order: &mut Order,
+        h: Handle,
+    ) -> Option<u64> {
         self.leave_hbm(shard, order, h);
-        let Some(entry) = self.index.remove(shard, h) else {
-            return;
-        };
+        let entry = self.index.remove(shard, h)?;
         if self.leave_places(order, h, &entry) {
             // What is removed is no longer kept, even for who asked for that.
             self.pinned.lock().remove(&entry.id);
         }
         order.detach(h);
+        Some(entry.namespace)
     }
 
     /// Gives up all places of an entry below HBM; slots that are held are freed when they are let go. Says
     /// whether one is.
     pub(crate) fn leave_places(&self, order: &mut Order, h: Handle, entry: &Entry) -> bool {
         let mut held = false;
+        let (tag, pages) = (entry.namespace, entry.shape.pages());
         for (tier, memory) in self.memory.iter().enumerate() {
             let start = entry.memory[tier];
             if start != NOWHERE {
-                order.policy(tier).on_remove(h);
+                order.shares.leave(tier, h, tag, pages);
                 memory.arena.retire(start);
                 held |= memory.arena.is_pinned(start);
             }
         }
         if let (Some(place), Some(cold)) = (entry.cold(), &self.cold) {
-            order.policy(self.memory.len()).on_remove(h);
+            let pages = place.slot.pages;
+            order.shares.leave(self.memory.len(), h, tag, pages);
             cold.tier.remove(place.slot, &entry.id);
         }
         held
@@ -527,7 +633,10 @@ impl Inner {
     /// Gives up a block's place in HBM; a slot that is held is freed when it is let go.
     pub(crate) fn leave_hbm(&self, shard: &mut Shard, order: &mut Order, h: Handle) {
         if let (Some(start), Some(hbm)) = (shard.clear_hbm(h), &self.hbm) {
-            order.policy(self.tiers()).on_remove(h);
+            if let Some(entry) = shard.get(h) {
+                let (tag, pages) = (entry.namespace, hbm::pages(entry.shape));
+                order.shares.leave(self.tiers(), h, tag, pages);
+            }
             hbm.arena.retire(start);
         }
     }

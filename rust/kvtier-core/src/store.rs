@@ -10,13 +10,14 @@ use kvtier_nvme::Clock;
 use kvtier_nvme::IoBuf;
 use kvtier_nvme::{NvmeTier, Recovered, Registration};
 
+use crate::ages::Ages;
 use crate::arena::{Arena, Pin, backing};
 use crate::budget::Budget;
 use crate::coding::{Coding, Codings};
 use crate::config::{Config, Memory, Progress};
 use crate::error::{Error, Kind, Result};
 use crate::fork;
-use crate::hbm::{HBM, HbmTier};
+use crate::hbm::{self, HBM, HbmTier};
 use crate::index::{Index, NOWHERE};
 use crate::jobs::Prefetcher;
 use crate::key;
@@ -24,9 +25,9 @@ use crate::layout::Layout;
 use crate::mover::Mover;
 use crate::order::{Known, Order};
 use crate::pacer::Pacer;
-use crate::policy;
 pub use crate::region::Region;
-pub use crate::report::{Report, TierReport};
+pub use crate::report::{NamespaceReport, Report, ShareReport, TierReport};
+use crate::shares::{Quota, Shares};
 use crate::space::Charge;
 use crate::stats::{StoreStats, TierStats};
 use crate::workers::{Crew, Workers};
@@ -79,6 +80,7 @@ pub(crate) struct Inner {
     pub(crate) pinned: Mutex<hashbrown::HashMap<Id, (Pin, usize)>>,
     pub(crate) regions: Mutex<Vec<Weak<Region>>>,
     pub(crate) stats: StoreStats,
+    pub(crate) ages: Ages,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) verify: bool,
     pub(crate) high: f64,
@@ -184,14 +186,11 @@ impl Store {
             Some(options) => options.clock.clone(),
             None => Arc::new(kvtier_nvme::SystemClock),
         };
-        let mut policies = Vec::new();
-        for m in &memory {
-            policies.push(policy::in_chains(&config.policy, m.arena.pages().into())?);
-        }
+        let mut sizes: Vec<u64> = memory.iter().map(|m| m.arena.pages().into()).collect();
         let (cold, recovered) = match nvme {
             None => (None, Vec::new()),
             Some((tier, recovered)) => {
-                policies.push(policy::in_chains(&config.policy, tier.capacity_pages())?);
+                sizes.push(tier.capacity_pages());
                 let options = config.nvme.as_ref();
                 let cold = ColdTier {
                     size: options.map_or(0, |o| o.size),
@@ -206,14 +205,14 @@ impl Store {
         };
         let hbm = config.hbm.map(|size| Arc::new(HbmTier::new(size)));
         if let Some(hbm) = &hbm {
-            policies.push(policy::in_chains(&config.policy, hbm.arena.pages().into())?);
+            sizes.push(hbm.arena.pages().into());
         }
         let cores = std::thread::available_parallelism().map_or(2, usize::from);
         let start = |name: &str, n| Workers::new(name, n).map_err(|e| no_thread(name, &e));
         let codings = Codings::new(memory.first().map_or(0, |m| m.size as usize));
         let inner = Arc::new(Inner {
             index: Index::default(),
-            order: Mutex::new(Order::new(policies)),
+            order: Mutex::new(Order::new(Shares::new(&config.policy, sizes)?)),
             mover: Mover::new(
                 memory.last().map_or(0, |m| m.size as usize),
                 codings.limit(),
@@ -229,6 +228,7 @@ impl Store {
             pinned: Mutex::default(),
             regions: Mutex::default(),
             stats: StoreStats::default(),
+            ages: Ages::new(clock.now()),
             clock,
             verify: config.verify,
             high: config.high,
@@ -280,7 +280,7 @@ impl Store {
     /// Which of these keys are resident.
     pub fn contains(&self, ns: &Namespace, keys: &[&[u8]]) -> Result<Vec<bool>> {
         self.inner.check_open()?;
-        let ids = ns.ids(keys)?;
+        let ids = self.inner.ids(ns, keys)?;
         Ok(ids
             .iter()
             .map(|id| self.inner.index.of(id).find(id).is_some())
@@ -293,6 +293,7 @@ impl Store {
         let mut found = Match::default();
         for key in keys {
             let id = key::id(&ns.digest, key)?;
+            self.inner.expire(ns, &id);
             let shard = self.inner.index.of(&id);
             let Some((h, entry)) = shard.find(&id).and_then(|h| Some((h, shard.get(h)?))) else {
                 break;
@@ -316,7 +317,7 @@ impl Store {
     /// Removes these blocks and all that follow them. Says which were there.
     pub fn remove(&self, ns: &Namespace, keys: &[&[u8]]) -> Result<Vec<bool>> {
         self.inner.check_open()?;
-        let ids = ns.ids(keys)?;
+        let ids = self.inner.ids(ns, keys)?;
         Ok(ids.iter().map(|id| self.inner.remove_id(id)).collect())
     }
 
@@ -368,13 +369,10 @@ impl Store {
                 return false;
             };
             entry.importance = score;
-            let mut order = inner.order.lock();
-            for tier in 0..inner.tiers() + usize::from(inner.hbm.is_some()) {
-                order.policy(tier).set_importance(h, score);
-            }
+            inner.order.lock().shares.set_importance(h, score);
             true
         };
-        Ok(ns.ids(keys)?.iter().zip(scores).map(set).collect())
+        Ok(inner.ids(ns, keys)?.iter().zip(scores).map(set).collect())
     }
 
     /// Writes every block that lies only in memory to NVMe, and waits until it is durable there.
@@ -390,6 +388,23 @@ impl Store {
             self.inner.begin_coding();
         }
         self.inner.codings.set(ns.tag(), coding);
+    }
+
+    /// Sets what a namespace may hold, from now on; what it has above a cap leaves. Quotas, and
+    /// blocks' ages, are the process's: they are not on NVMe.
+    pub fn set_quota(&self, ns: &Namespace, quota: &Quota) -> Result<()> {
+        let inner = &self.inner;
+        inner.check_open()?;
+        let tag = ns.tag();
+        let mut sizes: Vec<(&str, u64)> = inner.memory.iter().map(|m| (m.name, m.size)).collect();
+        sizes.extend(inner.cold.iter().map(|cold| (NVME, cold.size)));
+        inner.order.lock().shares.set_quota(tag, quota, &sizes)?;
+        inner.move_to_share(tag);
+        inner.set_life(tag, quota.ttl);
+        for tier in 0..sizes.len() {
+            inner.shrink_to_cap(tier, tag);
+        }
+        Ok(())
     }
 
     /// Flushes as far as NVMe has room, ends all threads and lets go of the directory and of all
@@ -503,6 +518,35 @@ impl Inner {
     /// Tiers in the order of policies, save HBM: its policy, if there is one, comes after theirs.
     pub(crate) fn tiers(&self) -> usize {
         self.memory.len() + usize::from(self.cold.is_some())
+    }
+
+    /// Moves what a namespace holds from the common pool to its own share.
+    fn move_to_share(&self, tag: u64) {
+        let mut all = Vec::new();
+        self.index.for_each_shard(|shard| {
+            let entries = shard.handles().filter_map(|h| Some((h, shard.get(h)?)));
+            let mine = entries.filter(|(_, entry)| entry.namespace == tag);
+            all.extend(mine.map(|(h, entry)| {
+                let mut pages = vec![entry.shape.pages(); self.tiers()];
+                if let Some(cold) = entry.cold() {
+                    pages[self.memory.len()] = cold.slot.pages;
+                }
+                pages.extend(self.hbm.iter().map(|_| hbm::pages(entry.shape)));
+                let meta = (entry.fingerprint(), entry.importance);
+                ((h, entry.epoch), (meta, pages))
+            }));
+        });
+        // A shard hands out its numbers in turn: about the order in which they came.
+        all.sort_unstable_by_key(|&(known, _)| known);
+        let known: Vec<Known> = all.iter().map(|block| block.0).collect();
+        let details: hashbrown::HashMap<Known, _> = all.into_iter().collect();
+        let mut order = self.order.lock();
+        for block in order.parents_first(&known) {
+            if let Some(((fingerprint, importance), pages)) = details.get(&block) {
+                let meta = order.meta(block.0, *fingerprint, 0, *importance);
+                order.shares.adopt(block.0, tag, &meta, pages);
+            }
+        }
     }
 
     /// Removes a block and all that follow it.

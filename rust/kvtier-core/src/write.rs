@@ -14,6 +14,7 @@ use crate::index::{Cold, Entry, NOWHERE, half};
 use crate::mover::Load;
 use crate::order::Known;
 use crate::policy::Handle;
+use crate::shares::Claim;
 use crate::store::Inner;
 
 /// Why a block is written below.
@@ -48,6 +49,8 @@ struct Begun {
     inner: Arc<Inner>,
     block: Known,
     load: Load,
+    /// It leaves its tier.
+    _going: Option<Claim>,
 }
 
 impl Drop for Begun {
@@ -85,7 +88,8 @@ impl Inner {
         budget.is_some_and(|b| !b.allows(entry.shape.image_len(), self.clock.now()))
     }
 
-    /// Starts a block's write to NVMe.
+    /// Starts a block's write to NVMe; `going` counts it as leaving the tier above.
+    #[expect(clippy::too_many_arguments, reason = "a block, and why it is written")]
     pub(crate) fn write_down(
         self: &Arc<Self>,
         tier: usize,
@@ -93,6 +97,7 @@ impl Inner {
         entry: Entry,
         pin: Pin,
         why: Why,
+        going: Option<Claim>,
         deadline: Instant,
     ) -> Sent {
         let Some(cold) = &self.cold else {
@@ -113,10 +118,12 @@ impl Inner {
             Some(false) => return Sent::Late,
             Some(true) => {}
         }
+        let tag = entry.namespace;
         let begun = Begun {
             inner: self.clone(),
             block,
             load,
+            _going: going,
         };
         // A zero-copy lease may have been written to: never let that reach the disk unseen.
         let lost = || {
@@ -143,7 +150,8 @@ impl Inner {
             Why::Persist(room) => room,
         };
         let stop = || why == Why::Demote && self.mover.is_stopped();
-        let Some(slot) = self.reserve_cold(shape.pages(), room, deadline, &stop) else {
+        let reserved = self.reserve_cold(shape.pages(), tag, room, deadline, &stop);
+        let Some((slot, claim)) = reserved else {
             return if stop() { Sent::Late } else { Sent::Refused };
         };
         let affordable = |b: &Budget| b.spend(written, self.clock.now());
@@ -194,9 +202,12 @@ impl Inner {
             importance: entry.importance,
             root,
             buf,
-            done: Box::new(move |result| match result {
-                Ok(()) => inner.publish_cold(block, &id, place, (tier, start), why),
-                Err(_) => inner.cold_error(),
+            done: Box::new(move |result| {
+                match result {
+                    Ok(()) => inner.publish_cold(block, &id, place, (tier, start), why),
+                    Err(_) => inner.cold_error(),
+                }
+                drop(claim);
             }),
         });
         Sent::Away
@@ -232,7 +243,8 @@ impl Inner {
         // The write itself still holds one pin.
         if why == Why::Demote && entry.memory[tier] == start && memory.arena.pins(start) <= 1 {
             entry.memory[tier] = NOWHERE;
-            self.order.lock().policy(tier).on_remove(h);
+            let (tag, pages) = (entry.namespace, entry.shape.pages());
+            self.order.lock().shares.leave(tier, h, tag, pages);
             memory.stats.demotions.add(1);
             memory.arena.retire(start);
         }

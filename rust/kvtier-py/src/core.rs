@@ -12,6 +12,7 @@ use kvtier_core::jobs::Goal;
 use kvtier_core::load::Miss;
 use kvtier_core::put::{Block, Put};
 use kvtier_core::read::{Got, Out};
+use kvtier_core::shares::Quota;
 use kvtier_core::store::{Namespace, Store};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -461,6 +462,36 @@ impl Core {
             store.set_coding(&space.ns, coding);
             Ok(())
         })
+    }
+
+    /// What a namespace may hold: bytes guaranteed and bytes at most of each tier, fastest first.
+    #[expect(clippy::too_many_arguments, reason = "the parts of a quota")]
+    fn set_quota(
+        &self,
+        py: Python<'_>,
+        space: &Space,
+        guaranteed: Vec<u64>,
+        cap: Vec<Option<u64>>,
+        priority: i32,
+        ttl: Option<f64>,
+    ) -> PyResult<()> {
+        let quota = Quota {
+            guaranteed,
+            cap,
+            priority,
+            ttl: ttl.map(Duration::from_secs_f64),
+        };
+        self.run(py, |store| store.set_quota(&space.ns, &quota))
+    }
+
+    /// The state of a namespace, as nested dicts of numbers.
+    fn namespace_report<'py>(
+        &self,
+        py: Python<'py>,
+        space: &Space,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let report = self.run(py, |store| store.namespace_report(&space.ns))?;
+        report::namespace_dict(py, &report)
     }
 
     /// Makes everything durable.

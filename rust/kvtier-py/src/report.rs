@@ -1,7 +1,7 @@
 //! The state of a store as nested dicts of numbers.
 
 use kvtier_core::stats::Summary;
-use kvtier_core::store::{Report, TierReport};
+use kvtier_core::store::{NamespaceReport, Report, TierReport};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -19,6 +19,39 @@ pub fn dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict
     let tiers = PyDict::new(py);
     for tier in &report.tiers {
         tiers.set_item(tier.name, tier_dict(py, tier)?)?;
+    }
+    out.set_item("tiers", tiers)?;
+    let namespaces = PyDict::new(py);
+    for namespace in &report.namespaces {
+        let name: String = namespace
+            .tag
+            .to_le_bytes()
+            .iter()
+            .map(|b| format!("{b:02x}"))
+            .collect();
+        namespaces.set_item(name, namespace_dict(py, namespace)?)?;
+    }
+    out.set_item("namespaces", namespaces)?;
+    Ok(out)
+}
+
+/// The dict that `Namespace.stats` gives.
+pub fn namespace_dict<'py>(
+    py: Python<'py>,
+    namespace: &NamespaceReport,
+) -> PyResult<Bound<'py, PyDict>> {
+    let out = PyDict::new(py);
+    for (name, value) in &namespace.counters {
+        out.set_item(name, value)?;
+    }
+    let tiers = PyDict::new(py);
+    for share in &namespace.shares {
+        let tier = PyDict::new(py);
+        tier.set_item("blocks", share.blocks)?;
+        tier.set_item("used_bytes", share.bytes)?;
+        tier.set_item("guaranteed_bytes", share.guaranteed)?;
+        tier.set_item("cap_bytes", share.cap)?;
+        tiers.set_item(share.tier, tier)?;
     }
     out.set_item("tiers", tiers)?;
     Ok(out)

@@ -326,6 +326,11 @@ impl Arena {
         Waiter(&self.space)
     }
 
+    /// Does anybody look for room?
+    pub fn is_awaited(&self) -> bool {
+        self.space.waiting.load(Ordering::SeqCst) > 0
+    }
+
     /// Has all who wait for room look again.
     pub fn notify(&self) {
         if self.space.waiting.load(Ordering::SeqCst) > 0 {
