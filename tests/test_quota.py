@@ -70,7 +70,9 @@ def test_what_is_no_quota_is_refused(arguments: dict[str, Any], message: str) ->
 
 def test_guarantees_above_a_tier_are_refused_and_change_nothing(store: Store) -> None:
     store.namespace(b"a", quota=Quota(guaranteed=0.5))
-    with pytest.raises(ConfigError, match="to be guaranteed, and 4194304 are to other namespaces; 7549747 can be in all"):
+    with pytest.raises(
+        ConfigError, match="to be guaranteed, and 4194304 are to other namespaces; 7549747 can be in all"
+    ):
         store.namespace(b"b", quota=Quota(guaranteed=0.5))
     with pytest.raises(ConfigError, match="a cap is at least that"):
         store.namespace(b"b", quota=Quota(guaranteed=0.25, cap=0.125))

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
+from kvtier import kappa
 from kvtier.cli import main
 from kvtier.errors import ConfigError
 from kvtier.traces import GENERATORS, Trace, agent, chat, docqa, read
@@ -114,6 +115,22 @@ def test_what_is_found_can_be_priced(tmp_path: Path) -> None:
     out = run(path, "--policy", "lru", "--capacity", "1", "--price", "0.5,0.001", "--json")
     assert json.loads(out.output)["seconds_saved"] == pytest.approx(2 * (0.5 * 1000 + 0.001 * 1000**2))
     assert run(path, "--price", "1,2,3").exit_code == 2
+    assert run(path, "--price", "nan").exit_code == 2
+
+
+def test_what_is_found_is_priced_by_the_kappa_model(tmp_path: Path) -> None:
+    line = {"timestamp": 0, "input_length": 1000, "hash_ids": [1, 2]}
+    path = write(tmp_path / "same.jsonl", line, line, line)
+    arguments = path, "--policy", "lru", "--capacity", "1", "--json", "--price"
+    saved = json.loads(run(*arguments, "llama-3.1-8b,h100,pcie5").output)["seconds_saved"]
+    spec, gpu = kappa.catalog().model("llama-3.1-8b"), kappa.catalog().hardware("h100")
+    # Twice 1,000 tokens of which all are found: the last one is computed, and the others loaded meanwhile.
+    again, rest = kappa.compute(spec, gpu, 0, 1000).total, kappa.compute(spec, gpu, 999, 1).total
+    load = kappa.kv_bytes(spec, 999) / kappa.catalog().link("pcie5").read
+    assert saved == pytest.approx(2 * (again - max(load, rest) - min(load, rest) / 32))
+    # Over a slow link it is computed again, and nothing is saved or lost.
+    slow = json.loads(run(*arguments, "llama-3.1-8b,gb200,gen4 x4").output)["seconds_saved"]
+    assert 0 <= slow < saved
 
 
 def test_people_get_a_table() -> None:

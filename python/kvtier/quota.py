@@ -50,11 +50,19 @@ class Quota:
         for what, given in (("guaranteed", self.guaranteed), ("cap", self.cap)):
             for amount in given.values() if isinstance(given, Mapping) else [given]:
                 _bytes(what, amount, 1 << 40)
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or not -(2**31) <= self.priority < 2**31:
-            raise ConfigError(f"priority={self.priority!r} is not a priority; allowed are whole numbers, 0 is the usual one")
+        if (
+            isinstance(self.priority, bool)
+            or not isinstance(self.priority, int)
+            or not -(2**31) <= self.priority < 2**31
+        ):
+            raise ConfigError(
+                f"priority={self.priority!r} is not a priority; allowed are whole numbers, 0 is the usual one"
+            )
         number = isinstance(self.ttl, int | float) and not isinstance(self.ttl, bool)
         if self.ttl is not None and not (number and 1 / 64 <= self.ttl <= _YEAR):
-            raise ConfigError(f"ttl={self.ttl!r} was given; allowed are seconds from 1/64 to {_YEAR:.0f} (a year), or None")
+            raise ConfigError(
+                f"ttl={self.ttl!r} was given; allowed are seconds from 1/64 to {_YEAR:.0f} (a year), or None"
+            )
 
     def of(self, tiers: Sequence[Tier]) -> tuple[list[int], list[int | None]]:
         """Bytes that are guaranteed, and bytes at most, of each of these tiers."""
@@ -62,9 +70,7 @@ class Quota:
         return guaranteed, _resolve("cap", self.cap, tiers)
 
 
-def _resolve(
-    what: str, given: Amount | Mapping[str, Amount] | None, tiers: Sequence[Tier]
-) -> list[int | None]:
+def _resolve(what: str, given: Amount | Mapping[str, Amount] | None, tiers: Sequence[Tier]) -> list[int | None]:
     sizes = {type(tier).__name__.lower(): tier.size_bytes for tier in tiers}
     if not isinstance(given, Mapping):
         return [_bytes(what, given, size) for size in sizes.values()]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvtier import kappa
 from kvtier.cli.output import console, emit, json_option
 from kvtier.errors import ConfigError
 from kvtier.traces import GENERATORS, Trace, read
 from kvtier.traces.plot import Point, draw
-from kvtier.traces.trace import POLICIES
+from kvtier.traces.trace import POLICIES, Outcome
 
 __all__ = ["replay"]
 
@@ -51,8 +55,9 @@ _SYNTHETIC = "synthetic:"
 )
 @click.option(
     "--price",
-    metavar="A[,B]",
-    help="Add seconds_saved: a found prefix of n tokens saves A·n + B·n² seconds of computing (B: attention).",
+    metavar="A[,B]|MODEL,HARDWARE,LINK",
+    help="Add seconds_saved: a found prefix of n tokens saves A·n + B·n² seconds of computing (B: attention); or, with "
+    "names of kvtier.kappa, what loading it layer by layer over the link saves of the time to the first token.",
 )
 @json_option
 def replay(
@@ -80,7 +85,7 @@ def replay(
     lower = [_decimal("--below", text) for text in below.split(",")] if below else []
     begin, _, end = part.partition(":")
     bounds = _decimal("--part", begin), _decimal("--part", end)
-    linear, square = _price(price)
+    saved = None if price is None else _price(price)
     points = []
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
@@ -121,8 +126,8 @@ def replay(
                 if lower:
                     record["tier_block_hit"] = [hits / max(1, outcome.references) for hits in outcome.tier_hits]
                     record["demoted_blocks"] = list(outcome.demoted)
-                if price is not None:
-                    record["seconds_saved"] = outcome.saved_s(lambda n: linear * n + square * n * n)
+                if saved is not None:
+                    record["seconds_saved"] = saved(trace, outcome)
                 if as_json:
                     emit(record)
     if not as_json:
@@ -156,14 +161,42 @@ def _decimal(option: str, text: str) -> Decimal:
         raise ConfigError(f"{option} {text!r} was given; a number is needed, such as 0.05") from None
 
 
-def _price(text: str | None) -> tuple[float, float]:
-    """Seconds a token, and a token squared."""
-    parts = [float(_decimal("--price", part)) for part in (text or "0").split(",")]
-    if len(parts) > 2 or min(parts) < 0:
+def _price(text: str) -> Callable[[Trace, Outcome], float]:
+    """What a replay saved, in seconds."""
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) == 3:
+        return _kappa_price(*parts)
+    try:
+        linear, square = [float(part) for part in parts] + [0.0] * (len(parts) == 1)
+    except ValueError:
+        linear = square = -1.0
+    if not (0 <= linear < math.inf and 0 <= square < math.inf):
         raise ConfigError(
-            f"--price {text!r} was given; one or two numbers of at least 0 are allowed, such as 2e-5,1e-10"
+            f"--price {text!r} was given; allowed are one or two numbers of at least 0, such as 2e-5,1e-10, or a model, "
+            "hardware and a link that kvtier.kappa knows, such as llama-3.1-8b,h100,pcie5"
         )
-    return parts[0], parts[1] if len(parts) == 2 else 0.0
+    return lambda _, outcome: outcome.saved_s(lambda n: linear * n + square * n * n)
+
+
+def _kappa_price(model: str, hardware: str, link: str) -> Callable[[Trace, Outcome], float]:
+    """Seconds of TTFT by the κ model: all computed, less the found prefix loaded layer by layer beside the computation of
+    the rest; nothing where computing it again is as fast. At least a prompt's last token is computed.
+    """
+    names = kappa.catalog()
+    spec, gpu, way = names.model(model), names.hardware(hardware), names.link(link)
+
+    def saved(trace: Trace, outcome: Outcome) -> float:
+        prompts = np.asarray(trace.tokens, np.int64)
+        found = np.minimum(np.asarray(outcome.hit_tokens, np.int64), np.maximum(prompts - 1, 0))
+        prompts, found = prompts[found > 0], found[found > 0]
+        if not len(found):
+            return 0.0
+        again = kappa.compute(spec, gpu, 0, prompts).total
+        rest = kappa.compute(spec, gpu, found, prompts - found).total
+        loaded = kappa.pipelined(kappa.kv_bytes(spec, found) / way.read, rest, spec.layers).total
+        return float(np.maximum(again - loaded, 0).sum())
+
+    return saved
 
 
 def _tables(points: list[Point]) -> list[Table]:

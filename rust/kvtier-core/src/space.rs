@@ -161,7 +161,7 @@ impl Inner {
                 return Err(Error::new(
                     Kind::Full,
                     format!(
-                        "a block of {} bytes was given; the {} tier holds {} bytes for its namespace beside the index. Use a larger tier or cap, or smaller blocks",
+                        "a block of {} bytes was given; the {} tier holds {} bytes for its namespace beside the index. Use a larger tier or smaller blocks, or raise the cap",
                         pages as usize * PAGE,
                         memory.name,
                         most * PAGE as u64

@@ -465,7 +465,6 @@ impl Core {
     }
 
     /// What a namespace may hold: bytes guaranteed and bytes at most of each tier, fastest first.
-    #[expect(clippy::too_many_arguments, reason = "the parts of a quota")]
     fn set_quota(
         &self,
         py: Python<'_>,
