@@ -215,13 +215,16 @@ fn living(seconds: u64) -> Quota {
     }
 }
 
+/// Does something with a block, and says whether it was there.
+type Verb<'a> = &'a dyn Fn(&[u8]) -> bool;
+
 #[test]
 fn a_block_that_is_too_old_is_a_miss_for_every_verb() {
     let clock = TestClock::new();
     let store = timed(&clock, &RamDevice::new(16 * MIB));
     let (tenant, other) = (opaque(b"tenant"), opaque(b"other"));
     store.set_quota(&tenant, &living(100)).unwrap();
-    let verbs: [&dyn Fn(&[u8]) -> bool; 7] = [
+    let verbs: [Verb<'_>; 7] = [
         &|k| store.contains(&tenant, &[k]).unwrap()[0],
         &|k| store.matching(&tenant, &[k]).unwrap().blocks == 1,
         &|k| get(&store, &tenant, k, SIZE).is_ok(),
