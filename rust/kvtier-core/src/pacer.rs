@@ -37,8 +37,15 @@ impl Pacer {
 
     /// Blocks until `bytes` are through.
     pub fn pass(&self, bytes: usize) {
-        let now = Instant::now();
-        crate::sync::thread::sleep(self.ends(bytes, now).saturating_duration_since(now));
+        self.pass_since(bytes, Instant::now());
+    }
+
+    /// Blocks until `bytes` are through that were asked for at `since`. A call that reads many
+    /// blocks passes them together: of two such calls side by side the first one would else take
+    /// as long as both.
+    pub fn pass_since(&self, bytes: usize, since: Instant) {
+        let end = self.ends(bytes, since);
+        crate::sync::thread::sleep(end.saturating_duration_since(Instant::now()));
     }
 }
 

@@ -170,6 +170,8 @@ impl Store {
         let mut ahead = Ahead::new(requests.len());
         let mut results = Vec::with_capacity(requests.len());
         let mut used: Vec<(usize, Handle)> = Vec::with_capacity(requests.len());
+        let begun = Instant::now();
+        let mut bytes = vec![0; inner.memory.len()];
         for (i, request) in requests.iter().enumerate() {
             let first = ahead.take(i, |next| {
                 Ok(match inner.begin(&requests[next], Instant::now())? {
@@ -183,6 +185,9 @@ impl Store {
             match got {
                 Ok((tier, h)) => {
                     used.push((tier, h));
+                    if let Some(sum) = bytes.get_mut(tier) {
+                        *sum += request.out.len;
+                    }
                     let stats = inner.tier_stats(tier);
                     stats.hits.add(1);
                     stats.hit_bytes.add(request.out.len as u64);
@@ -191,6 +196,11 @@ impl Store {
                 Err(_) => inner.stats.misses.add(1),
             }
             results.push(got.map(|(tier, _)| inner.tier_name(tier)));
+        }
+        for (tier, sum) in inner.memory.iter().zip(bytes) {
+            if let (Some(pacer), 1..) = (&tier.pacer, sum) {
+                pacer.pass_since(sum, begun);
+            }
         }
         // From the tail of the chain to its head, so that the head is the last to leave.
         let mut order = inner.order.lock();
@@ -511,10 +521,6 @@ impl Inner {
                 }
             };
             if right {
-                drop(pin);
-                if let Some(pacer) = &self.memory[tier].pacer {
-                    pacer.pass(request.out.len);
-                }
                 return Ok(Ok((tier, known.0)));
             }
             self.lose_memory(known, tier, pin.start());
