@@ -19,7 +19,7 @@ from kvtier.kappa.chart import Axis, Series, chart
 from kvtier.prefill import PrefillEngine, PrefillReport, layout_of
 from kvtier.store import Store
 
-__all__ = ["FULL_SWEEP", "QUICK_SWEEP", "Point", "Sweep", "interval", "prefill_suite", "sweep_chart"]
+__all__ = ["FULL_SWEEP", "QUICK_SWEEP", "Bench", "Point", "Sweep", "interval", "prefill_suite", "sweep_chart"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[keep], ordered[count - 1 - keep]
 
 
-class _Bench:
+class Bench:
     """A model, prompts, and the KV of their stored parts."""
 
     def __init__(self, model: Any, sweep: Sweep) -> None:
@@ -92,14 +92,14 @@ class _Bench:
         self.tokens = [random.Random(1).randrange(model.config.vocab_size) for _ in range(length)]
         self.blocks = length // self.layout.block_tokens
         self.source = BlockBuffer(self.layout, self.blocks)
-        with self._store(None, 0, sweep.chunk) as engine:
+        with self.engine(None, 0, sweep.chunk) as engine:
             result = engine.run(self.tokens)
             self.source.read_from([(la.keys, la.values) for la in result.cache.layers], 0, self.blocks)
             whole = engine.run(self.tokens[: sweep.cached + sweep.new], front=sweep.cached).report
         self.compute_s = whole.compute_s
 
     @contextmanager
-    def _store(self, gbs: float | None, cached: int, chunk: int) -> Iterator[PrefillEngine]:
+    def engine(self, gbs: float | None, cached: int, chunk: int) -> Iterator[PrefillEngine]:
         """An engine over memory of that rate, which holds the KV of the first ``cached`` tokens."""
         size = self.layout.bytes_per_token * len(self.tokens) * 5 // 4 + (64 << 20)
         with Store(Dram(size, emulate_gbs=gbs)) as store:
@@ -114,13 +114,13 @@ class _Bench:
         """The row of layers that load while others are computed."""
         cached, new = self.sweep.pipelined
         tokens = self.tokens[: cached + new]
-        with self._store(None, cached, new) as engine:
+        with self.engine(None, cached, new) as engine:
             new_s = statistics.median(
                 engine.run(tokens, front=0, overlap=False).report.measured["new_s"] for _ in range(3)
             )
         rate = cached * self.layout.bytes_per_token / new_s / 1e9
         samples: list[Pair] = []
-        with self._store(rate, cached, new) as engine:
+        with self.engine(rate, cached, new) as engine:
             for i in range(self.sweep.pairs):
                 pair: dict[bool, PrefillReport] = {}
                 for overlap in (i % 2 == 0, i % 2 != 0):
@@ -145,7 +145,7 @@ class _Bench:
         ]
         seconds: list[list[float]] = [[], [], [], []]
         bounds, over, better, errors = [], [], [], []
-        with self._store(rate, sweep.cached, sweep.chunk) as engine:
+        with self.engine(rate, sweep.cached, sweep.chunk) as engine:
             for way in ways:  # the engine measures, torch warms up
                 engine.run(tokens, **way)
             for i in range(sweep.pairs):
@@ -195,7 +195,7 @@ def prefill_suite(
     """
     points = [] if points is None else points
     say("the KV of the prompt")
-    bench = _Bench(model, sweep)
+    bench = Bench(model, sweep)
     say("layers that load while others are computed")
     yield bench.pipelined()
     for factor in sweep.factors:
