@@ -12,17 +12,19 @@ from numpy.typing import NDArray
 
 import reference
 from blocks import MIB, keys
-from kvtier import ConfigError, Dram, KVLayout, Nvme, Store
+from kvtier import ConfigError, Dram, KVLayout, Nvme, Store, codecs, rates
 
 LAYOUT = KVLayout(8, "gqa", kv_heads=2, head_dim=64, dtype="bf16")
+WIDE = KVLayout(8, "gqa", kv_heads=6, head_dim=64, dtype="bf16")
+"""Blocks of several segments."""
 IDENTITY = b"a model"
 
 
-def block(seed: int, tokens: int = 16) -> NDArray[Any]:
-    """Keys and values of 128 KiB: normal, with channels of their own size."""
+def block(seed: int, tokens: int = 16, heads: int = 2) -> NDArray[Any]:
+    """Keys and values, 64 KiB of 16 tokens and 2 heads: normal, with channels of their own size."""
     random = np.random.default_rng(seed)
-    channels = random.normal(size=(8, 2, 1, 2, 64)) * 2
-    return (random.normal(size=(8, 2, tokens, 2, 64)) + channels).astype(ml_dtypes.bfloat16)
+    channels = random.normal(size=(8, 2, 1, heads, 64)) * 2
+    return (random.normal(size=(8, 2, tokens, heads, 64)) + channels).astype(ml_dtypes.bfloat16)
 
 
 def open_store(path: Path, size: str = "16MiB", **options: Any) -> Store:
@@ -99,6 +101,54 @@ def test_a_lossy_codec_gives_what_its_reference_does_and_a_put_makes_it_exact(tm
         assert [r.hit for r in cache.prefetch(names).result()] == [True] * 6
 
 
+@pytest.mark.parametrize("codec", ["zstd", "int8", "int8+zstd", "int4", None])
+def test_layers_and_tokens_of_a_coded_block_are_decoded_alone(tmp_path: Path, codec: str | None) -> None:
+    names, blocks = keys(3), [block(i, tokens=16 if i else 9, heads=6) for i in range(3)]
+    with open_store(tmp_path) as store:
+        cache = store.namespace(IDENTITY, WIDE, codec=codec)
+        assert all(result.stored for result in cache.put_many(names, blocks))
+        store.flush()
+    with open_store(tmp_path) as store:
+        cache = store.namespace(IDENTITY, WIDE, codec=codec)
+        for name, data in zip(names, blocks, strict=True):
+            whole = coded(data, codec) if codec in codecs.LOSSY else data.tobytes()
+            back = np.frombuffer(whole, np.uint8).reshape(8, 2, len(data[0][0]), -1)
+            for start, stop in ((2, 3), (0, 4), (7, 8)):
+                assert got(cache, name, layers=(start, stop)) == back[start:stop].tobytes()
+                for first, last in ((0, 1), (3, 7), (6, 7)):
+                    some = got(cache, name, layers=(start, stop), tokens=(first, last))
+                    assert some == back[start:stop, :, first:last].tobytes()
+            assert cache.match([name]).tiers == ["nvme"], "the block stays where it is"
+            before = store.stats()["tiers"]["nvme"]["read_bytes"]
+            assert got(cache, name, layers=(5, 6)) == back[5:6].tobytes()
+            read = store.stats()["tiers"]["nvme"]["read_bytes"] - before
+            assert read <= max(0.3 * data.nbytes, 16 << 12), "a table, and the frames of one layer"
+            outs = [np.empty(2 * back[0].nbytes, np.uint8)]
+            assert cache.get_into([name], outs, layers=(1, 3))[0].tier == "nvme"
+            assert outs[0].tobytes() == back[1:3].tobytes()
+            assert got(cache, name, layers=(3, 3)) == got(cache, name, layers=(2, 3), tokens=(2, 2)) == b""
+
+
+@pytest.mark.parametrize("codec", ["zstd", "int4"])
+def test_a_damaged_layer_of_a_coded_block_is_a_miss(tmp_path: Path, codec: str) -> None:
+    name = keys(1)[0]
+    with open_store(tmp_path) as store:
+        cache = store.namespace(IDENTITY, WIDE, codec=codec)
+        cache.put(name, block(1, heads=6))
+        store.flush()
+    data = tmp_path / "kvtier.dat"
+    raw = bytearray(data.read_bytes())
+    found = [at for at in range(len(raw)) if raw[at : at + 4] == b"KVCF"]
+    assert len(found) == 8
+    raw[found[2] + 600] ^= 1
+    data.write_bytes(raw)
+    with open_store(tmp_path) as store:
+        cache = store.namespace(IDENTITY, WIDE, codec=codec)
+        out = np.empty(block(1, heads=6)[0].nbytes, np.uint8)
+        assert cache.get_into([name], [out], layers=(2, 3))[0].reason == "corrupt"
+        assert cache.get_into([name], [out], layers=(3, 4))[0].reason == "absent", "all of it is dropped"
+
+
 def test_a_pinned_block_stays_pinned_when_a_put_makes_it_exact(tmp_path: Path) -> None:
     names = keys(300)
     with open_store(tmp_path) as store:
@@ -164,6 +214,42 @@ def test_a_damaged_coded_block_is_a_miss(tmp_path: Path) -> None:
         results = cache.get_into(names, outs)
         assert not any(result.hit for result in results)
         assert {result.reason for result in results} == {"corrupt"}
+
+
+ZSTD = rates.CodecRates("zstd", saved=0.31, encode_gbs=0.6, decode_gbs=2.0)
+
+
+@pytest.mark.parametrize(("tier_gbs", "codec"), [(0.5, "zstd"), (1.99, "zstd"), (2.0, None), (7.0, None)])
+def test_a_tier_that_is_faster_than_its_codec_is_not_compressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier_gbs: float, codec: str | None
+) -> None:
+    choice = rates.choose(ZSTD, tier_gbs)
+    assert choice.codec == codec
+    assert "decodes 2 GB/s" in choice.why
+    assert f"reads {tier_gbs:.2g} GB/s" in choice.why
+    monkeypatch.setattr(rates, "codec_rates", lambda name: ZSTD)
+    with open_store(tmp_path, codec="auto", emulate_gbs=tier_gbs) as store:
+        cache = store.namespace(IDENTITY, LAYOUT)
+        assert cache.put(keys(1)[0], block(1)).stored
+        store.flush()
+        used = store.stats()["tiers"]["nvme"]["used_bytes"]
+        assert (used < 0.9 * LAYOUT.block_bytes) == (codec is not None)
+
+
+def test_auto_takes_the_tiers_own_rate_where_none_is_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rates.drive_rate(tmp_path, size=4 << 20) > 1e6
+    assert list(tmp_path.iterdir()) == []
+    measured = rates.codec_rates("zstd")
+    assert 0.2 < measured.saved < 0.5
+    assert measured.decode_gbs > 0.01 < measured.encode_gbs
+    monkeypatch.setattr(rates, "drive_rate", lambda path: 1e18)
+    assert rates.codec_of(Nvme(tmp_path, "16MiB")).codec is None
+    monkeypatch.setattr(rates, "drive_rate", lambda path: 1.0)
+    assert rates.codec_of(Nvme((tmp_path / "a", tmp_path / "b"), "16MiB")).codec == "zstd"
+    monkeypatch.undo()
+    missing = rates.codec_of(Nvme(tmp_path / "not" / "there", "16MiB"))
+    assert missing.codec is None
+    assert "cannot be tried" in missing.why
 
 
 def test_opaque_blocks_are_compressed_too(tmp_path: Path) -> None:

@@ -173,8 +173,9 @@ class Nvme:
             else threads.
         emulate_gbs: a rate limit in GB/s (1e9 bytes) for what-if runs; every output that used one says "emulated".
             Default none.
-        codec: ``"zstd"`` to compress what lies here, of every namespace that names no codec itself. Default no. A lossy
-            codec is a namespace's to ask for.
+        codec: ``"zstd"`` to compress what lies here, of every namespace that names no codec itself; ``"auto"`` to do so
+            where the tier reads slower than one core decodes, by a quick look at both when the first namespace is made
+            (``emulate_gbs`` counts as the tier's rate). Default no. A lossy codec is a namespace's to ask for.
 
     Raises:
         ConfigError: for no path, a path twice, or a bad value.
@@ -184,7 +185,7 @@ class Nvme:
     size: Size = field(compare=False)
     engine: Engine = field(default="auto", kw_only=True)
     emulate_gbs: float | None = field(default=None, kw_only=True)
-    codec: Literal["zstd"] | None = field(default=None, compare=False, kw_only=True)
+    codec: Literal["zstd", "auto"] | None = field(default=None, compare=False, kw_only=True)
     size_bytes: int = field(init=False, repr=False)
     paths: tuple[Path, ...] = field(init=False, repr=False)
 
@@ -202,10 +203,10 @@ class Nvme:
         object.__setattr__(self, "paths", paths)
         _choice("engine", self.engine, Engine)
         _rate(self.emulate_gbs)
-        if self.codec not in (None, "zstd"):
+        if self.codec not in (None, "zstd", "auto"):
             raise ConfigError(
-                f'codec={self.codec!r} is not allowed for a tier; allowed is "zstd", which loses nothing. A lossy codec is a '
-                "namespace's to ask for: store.namespace(identity, layout, codec=...)"
+                f'codec={self.codec!r} is not allowed for a tier; allowed are "zstd", which loses nothing, and "auto". A '
+                "lossy codec is a namespace's to ask for: store.namespace(identity, layout, codec=...)"
             )
 
 

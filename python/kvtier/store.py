@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier import _kvtier, aio, canonical, codecs, keys
+from kvtier import _kvtier, aio, canonical, codecs, keys, rates
 from kvtier.config import Cxl, Dram, Hbm, Nvme, Policy, Size, StoreConfig, Tier
 from kvtier.errors import ClosedError, ConfigError, DeadlineError, InvalidBlockError, UnsupportedError
 from kvtier.identity import Identity
@@ -32,6 +34,8 @@ Span: TypeAlias = range | slice | tuple[int, int] | None
 """A range of layers or tokens: ``range(2, 5)``, ``slice(2, 5)`` or ``(2, 5)``; ``None`` is all of them."""
 
 _GOALS = ("hbm", "dram", "cxl")
+
+_log = logging.getLogger("kvtier")
 
 
 class Namespace:
@@ -582,11 +586,20 @@ class Store(Namespace):
         if quota is not None:
             guaranteed, cap = quota.of([tier for tier in self.config.tiers if not isinstance(tier, Hbm)])
             self._core.set_quota(namespace._space, guaranteed, cap, quota.priority, quota.ttl)
-        tiers = [tier for tier in self.config.tiers if isinstance(tier, Nvme)]
-        own = codec or (tiers[0].codec if tiers else None)
+        own = codec or self._codec_below
         layers = [(planes, heads, dim) for planes, _, heads, dim in codecs.segment_dims(layout, 1)]
         self._core.set_coding(namespace._space, own, codecs.element(layout.dtype), layers)
         return namespace
+
+    @functools.cached_property
+    def _codec_below(self) -> str | None:
+        """The codec of what lies on NVMe, of the namespaces that name none."""
+        tier = next((tier for tier in self.config.tiers if isinstance(tier, Nvme)), None)
+        if tier is None or tier.codec != "auto":
+            return tier.codec if tier else None
+        choice = rates.codec_of(tier)
+        _log.info("the nvme tier's codec is %s: %s", choice.codec or "none", choice.why)
+        return choice.codec
 
     def __repr__(self) -> str:
         try:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from kvtier.bench.figures import Pair, Row, alternate, compared
 from kvtier.bench.memory import Bytes, huge_buffer
 from kvtier.bench.plan import Plan
 
-__all__ = ["SAMPLE_DIMS", "Rates", "codec_suite", "kv_sample", "quick_rates"]
+__all__ = ["SAMPLE_DIMS", "codec_suite", "kv_sample"]
 
 _Dims = tuple[int, int, int, int]
 
@@ -128,38 +127,3 @@ class _Lap:
         for verb, samples in pairs.items():
             bound = "the zstd library on the same planes, level 1, 1 thread"
             yield compared(f"zstd_planes_{verb}", "GB/s", samples, bound, self.note())
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a codec does here, a quick look on one thread: GB/s of the blocks as they are."""
-
-    codec: str
-    saved: float
-    encode_gbs: float
-    decode_gbs: float
-
-    def pays(self, tier_gbs: float) -> bool:
-        """Whether a block comes sooner from a tier of so many GB/s if it is read coded, and then decoded."""
-        return (1 - self.saved) / tier_gbs + 1 / self.decode_gbs < 1 / tier_gbs
-
-
-def quick_rates(names: Sequence[str], size: int = 8 << 20) -> list[Rates]:
-    """The rates of some codecs, in well under a second: on the KV sample where it is there, else on normal numbers."""
-    sample = kv_sample()
-    dims = _WIDE if sample is None else SAMPLE_DIMS
-    raw = int(np.prod(dims)) * 2
-    size = size // raw * raw
-    source = np.resize(_normal(size) if sample is None else sample, size)
-    target = np.empty_like(source)
-    found = []
-    for name in names:
-        bench = _kvtier.CodecBench(name, "bf16", dims)
-        coded = np.ones(size // raw * bench.room, np.uint8)
-        encode_s = decode_s = 0.0
-        sizes: list[int] = []
-        for _ in ("warm", "measured"):
-            encode_s, sizes = bench.encode(source, coded)
-            decode_s = bench.decode(coded, sizes, target)
-        found.append(Rates(name, 1 - sum(sizes) / size, size / encode_s / 1e9, size / decode_s / 1e9))
-    return found

@@ -13,10 +13,9 @@ from kvtier.bench.memory import Keys, chunks, huge_buffer, random_buffer, split
 from kvtier.bench.plan import SIZES, Plan, label
 from kvtier.config import Dram, Nvme
 from kvtier.errors import KvtierError
-from kvtier.scratch import scratch
 from kvtier.store import Store
 
-__all__ = ["DiskBench", "drive_rate"]
+__all__ = ["DiskBench"]
 
 _GIB = 1 << 30
 _FLIGHTS = (2 << 20, 8 << 20, 16 << 20)  # bytes in flight that the bare loop is tried with
@@ -25,24 +24,6 @@ _SETTLED_S = 0.02
 
 Sample = tuple[float, float]
 """GB/s, and CPU seconds a GiB."""
-
-
-def drive_rate(directory: Path, size: int, depth: int, laps: int) -> float:
-    """Bytes/s of reads of 1 MiB past the page cache, the best of some laps over a file that is removed again. Blocks.
-
-    Args:
-        directory: on the drive, see :func:`kvtier.scratch.scratch`.
-        size: of the file, in bytes.
-        depth: reads in flight.
-        laps: how often it is read.
-
-    Raises:
-        ConfigError: for a directory that takes no files.
-        StorageError: where the drive fails, or has no room for it.
-    """
-    with scratch(directory, "kvtier-drive-") as folder:
-        disk = _kvtier.BareDisk(folder / "bare", size)
-        return size / min(disk.run(False, 1 << 20, depth, 0, size >> 20, False)[0] for _ in range(laps))
 
 
 class DiskBench:

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from kvtier import machine
-from kvtier.bench.nvme import drive_rate
 from kvtier.cli.findings import Finding, show
 from kvtier.cli.options import directory_option
 from kvtier.cli.output import json_option, size
@@ -19,6 +18,7 @@ from kvtier.errors import ConfigError, KvtierError
 from kvtier.kappa import LinkSpec, Measured, ModelSpec, kv_bytes
 from kvtier.kappa.catalog import catalog
 from kvtier.layout import dtype_name
+from kvtier.rates import drive_rate
 from kvtier.scratch import home
 
 __all__ = ["doctor"]

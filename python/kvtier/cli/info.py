@@ -9,16 +9,13 @@ from pathlib import Path
 import click
 
 from kvtier import _kvtier, machine
-from kvtier.bench.codecs import quick_rates
-from kvtier.bench.nvme import drive_rate
 from kvtier.cli.findings import Finding, show
 from kvtier.cli.output import json_option, size
 from kvtier.config import default_dram
 from kvtier.errors import KvtierError
+from kvtier.rates import choose, codec_rates, drive_rate
 
 __all__ = ["info"]
-
-_LOOK = 32 << 20  # bytes that the quick look reads
 
 
 @click.command()
@@ -126,22 +123,23 @@ def _codecs(directory: Path) -> list[Finding]:
     """Which codec each tier would use here, from a quick look at the drive and the codecs."""
     findings = [Finding("codec of memory tiers", None, True, "none: they are faster than any codec")]
     try:
-        rate = drive_rate(directory, _LOOK, 4, 1) / 1e9
+        rate = drive_rate(directory) / 1e9
     except (KvtierError, OSError) as error:
         return [*findings, Finding("codec of an nvme tier", None, None, f"unknown, the drive cannot be tried: {error}")]
-    lossless, lossy = quick_rates(["zstd", "int8"])
-    for rates, what in ((lossless, "an nvme tier"), (lossy, "an nvme tier, where a namespace asks for it")):
-        pays = rates.pays(rate)
+    for codec, what in (
+        ("zstd", 'an nvme tier with codec="auto"'),
+        ("int8", "an nvme tier, where a namespace asks for it"),
+    ):
+        choice = choose(codec_rates(codec), rate)
         findings.append(
             Finding(
                 f"codec of {what}",
-                rates.codec if pays else None,
+                choice.codec,
                 True,
-                f"{rates.codec if pays else 'none'}: {rates.codec} decodes {rates.decode_gbs:.2g} GB/s on one core and saves "
-                f"{rates.saved:.0%}, the drive reads {rate:.2g} GB/s",
+                f"{choice.codec or 'none'}: {choice.why}",
                 ""
-                if pays
-                else f"{rates.codec} would slow reads here, but makes room for {1 / (1 - rates.saved):.2g} times the blocks",
+                if choice.codec
+                else f"{codec} would slow reads here, but makes room for {1 / (1 - codec_rates(codec).saved):.2g} times the blocks",
             )
         )
     return findings

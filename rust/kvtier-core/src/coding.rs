@@ -279,7 +279,8 @@ impl Codings {
         }
     }
 
-    fn decoding(&self, bytes: usize) -> Result<Decoding<'_>, Miss> {
+    /// Memory for decoding; waits for others, which wait for nobody.
+    pub(crate) fn decoding(&self, bytes: usize) -> Result<Decoding<'_>, Miss> {
         if bytes > self.limit {
             return Err(Miss::Full); // a store with a larger tier wrote it
         }

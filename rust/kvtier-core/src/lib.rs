@@ -15,6 +15,7 @@ mod direct;
 pub mod error;
 mod flight;
 pub mod fork;
+mod frames;
 pub mod hbm;
 pub mod index;
 pub mod jobs;

@@ -146,7 +146,7 @@ impl Flight {
 }
 
 /// The shape of what lies at a place, if this build can make the block of it, in a slot of its size.
-fn readable(cold: &Cold, plain: Shape) -> Option<Shape> {
+pub(crate) fn readable(cold: &Cold, plain: Shape) -> Option<Shape> {
     let known = cold.codec == 0 || Codec::from_id(cold.codec).is_some();
     let fits = |stored: &Shape| stored.pages() <= plain.pages();
     cold.shape(plain).filter(|stored| known && fits(stored))

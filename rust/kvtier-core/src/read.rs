@@ -10,9 +10,11 @@ use crate::arena::Pin;
 use crate::direct::{Direct, Part};
 use crate::error::{Error, Kind, Result};
 use crate::flight::Wait;
+use crate::frames::Frames;
 use crate::hbm::HBM;
+use crate::index::Cold;
 use crate::layout::{Piece, Selection};
-use crate::load::{Flight, Found, Miss};
+use crate::load::{Flight, Found, Miss, readable};
 use crate::order::Known;
 use crate::policy::Handle;
 use crate::reader::{Proof, copy_out, copy_proven};
@@ -82,6 +84,7 @@ impl Drop for Watched<'_> {
 enum Pending<'a> {
     Flight(Watched<'a>),
     Direct(Direct),
+    Frames(Frames),
 }
 
 /// What a key needs before it can be read.
@@ -361,8 +364,8 @@ impl Inner {
         let Some((known, _)) = self.cold_only(&request.id) else {
             return Ok(Begun::Ready);
         };
-        if let Some(direct) = self.begin_direct(known, request)? {
-            return Ok(Begun::Pending(Pending::Direct(direct)));
+        if let Some(pending) = self.begin_direct(known, request)? {
+            return Ok(Begun::Pending(pending));
         }
         Ok(match self.load(known, true, true, deadline) {
             Found::Flying(flight) => Begun::Pending(Pending::Flight(Watched {
@@ -383,19 +386,26 @@ impl Inner {
 
     /// Reads only what is wanted, past the memory tier, where that pays: a whole block straight
     /// into a registered region, or a few layers of a large block.
-    fn begin_direct(&self, known: Known, request: &Request<'_>) -> Result<Option<Direct>> {
+    fn begin_direct<'a>(
+        self: &Arc<Self>,
+        known: Known,
+        request: &Request<'_>,
+    ) -> Result<Option<Pending<'a>>> {
         let (shape, cold) = {
             let mut shard = self.index.shard(known.0);
             match shard.get_same(known.0, known.1) {
                 Some(entry) => match entry.cold() {
-                    Some(cold) if cold.codec == 0 => (entry.shape, cold),
-                    _ => return Ok(None),
+                    Some(cold) => (entry.shape, cold),
+                    None => return Ok(None),
                 },
                 None => return Ok(None),
             }
         };
         let pieces = request.pieces(shape)?;
         let part = if request.selection.is_all() {
+            if cold.codec != 0 {
+                return Ok(None);
+            }
             let at = request.out.ptr as usize;
             let regions = self.regions.lock();
             let mut live = regions.iter().filter_map(Weak::upgrade);
@@ -419,9 +429,23 @@ impl Inner {
             if (to - from) * 2 > shape.payload() {
                 return Ok(None); // most of it: load it, so that the next reader finds it
             }
+            if cold.codec != 0 {
+                let Some(stored) = readable(&cold, shape) else {
+                    return Ok(None);
+                };
+                let wanted = segments[first..=last].to_vec();
+                let frames = self.read_frames(
+                    (known, request.id, shape),
+                    (cold, stored),
+                    first..last + 1,
+                    wanted,
+                );
+                return Ok(frames.map(Pending::Frames));
+            }
             Part::Layers(from, to)
         };
-        Ok(self.read_direct(known, request.id, shape, cold, part))
+        let direct = self.read_direct(known, request.id, shape, cold, part);
+        Ok(direct.map(Pending::Direct))
     }
 
     /// The tier and handle that a key was read from. Calls `give_way` before it waits for room.
@@ -439,13 +463,18 @@ impl Inner {
                 Some(Pending::Direct(direct)) => {
                     let pieces = request.pieces(direct.shape())?;
                     // SAFETY: `out` has the pieces' length (checked) and is the caller's promise.
-                    match unsafe { direct.finish(&pieces, request.out.ptr, request.deadline) } {
-                        Ok(()) => return Ok(Ok((nvme, direct.block().0))),
-                        Err(Miss::Deadline) => return Ok(Err(Miss::Deadline)),
-                        Err(miss) => match self.lose_cold(direct.block(), direct.place(), miss) {
-                            Miss::Absent => {} // it moved: look again
-                            miss => return Ok(Err(miss)),
-                        },
+                    let done = unsafe { direct.finish(&pieces, request.out.ptr, request.deadline) };
+                    if let Some(got) = self.passed_by(direct.block(), direct.place(), done) {
+                        return Ok(got);
+                    }
+                }
+                Some(Pending::Frames(frames)) => {
+                    let pieces = request.pieces(frames.shape())?;
+                    let (out, codings) = (request.out.ptr, &self.codings);
+                    // SAFETY: as above.
+                    let done = unsafe { frames.finish(&pieces, out, request.deadline, codings) };
+                    if let Some(got) = self.passed_by(frames.block(), frames.place(), done) {
+                        return Ok(got);
                     }
                 }
                 Some(Pending::Flight(watched)) => {
@@ -527,6 +556,23 @@ impl Inner {
             if !self.lies_elsewhere(&request.id, tier, pin.start()) {
                 return Ok(Err(Miss::Corrupt));
             }
+        }
+    }
+
+    /// What a read past memory gives; `None`: the block moved, look again.
+    fn passed_by(
+        &self,
+        block: Known,
+        place: &Cold,
+        done: std::result::Result<(), Miss>,
+    ) -> Option<std::result::Result<(usize, Handle), Miss>> {
+        match done {
+            Ok(()) => Some(Ok((self.memory.len(), block.0))),
+            Err(miss) if miss.is_passing() => Some(Err(miss)),
+            Err(miss) => match self.lose_cold(block, place, miss) {
+                Miss::Absent => None,
+                miss => Some(Err(miss)),
+            },
         }
     }
 
