@@ -1,6 +1,7 @@
 //! Many segments at once, on a bounded number of threads that end with the call.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use crate::form::Form;
@@ -10,20 +11,46 @@ use crate::frame::{Bad, Codec, Header, bound, decode_tokens, encode};
 const SHARE: usize = 256 << 10;
 
 /// How many of `threads` so many bytes are worth.
-fn useful(threads: usize, bytes: usize) -> usize {
+pub fn useful(threads: usize, bytes: usize) -> usize {
     threads.clamp(1, (bytes / SHARE).max(1))
 }
 
-/// Runs each part on a thread of its own; what they give, in order.
-fn spread<P: Send, T: Send>(parts: impl Iterator<Item = P>, run: impl Fn(P) -> T + Sync) -> Vec<T> {
-    thread::scope(|scope| {
-        let run = &run;
-        let threads: Vec<_> = parts.map(|part| scope.spawn(move || run(part))).collect();
-        let join = |thread: thread::ScopedJoinHandle<'_, T>| {
-            (thread.join()).unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+/// Has this thread and up to `threads` - 1 others, which end with the call, take the parts one by
+/// one. What `run` makes of them, in order.
+pub fn spread<P: Send, T: Send>(
+    threads: usize,
+    parts: Vec<P>,
+    run: impl Fn(P) -> T + Sync,
+) -> Vec<T> {
+    let others = threads.min(parts.len()).saturating_sub(1);
+    if others == 0 {
+        return parts.into_iter().map(run).collect();
+    }
+    let queue = Mutex::new(parts.into_iter().enumerate());
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work = || -> Vec<(usize, T)> {
+        let mut done = Vec::new();
+        while let Some((i, part)) = next() {
+            done.push((i, run(part)));
+        }
+        done
+    };
+    let mut done = thread::scope(|scope| {
+        // A thread that cannot be had is made up for by the others.
+        let start = || {
+            let thread = thread::Builder::new().name("kvtier-code".into());
+            thread.spawn_scoped(scope, work).ok()
         };
-        threads.into_iter().map(join).collect()
-    })
+        let others: Vec<_> = (0..others).filter_map(|_| start()).collect();
+        let mut done = work();
+        for other in others {
+            let more = other.join();
+            done.extend(more.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        done
+    });
+    done.sort_unstable_by_key(|(i, _)| *i);
+    done.into_iter().map(|(_, made)| made).collect()
 }
 
 /// The frames of equal arrays that lie one after another, one after another.
@@ -47,7 +74,7 @@ pub fn encode_all(codec: Codec, form: &Form, src: &[u8], threads: usize) -> Vec<
         return run(src);
     }
     let share = (src.len() / raw).div_ceil(threads) * raw;
-    spread(src.chunks(share), run).concat()
+    spread(threads, src.chunks(share).collect(), run).concat()
 }
 
 /// Where each of the frames lies that fill `frames`, and what it says of itself.
@@ -116,7 +143,8 @@ pub fn decode_all(
         return run(&mut work);
     }
     let share = work.len().div_ceil(threads);
-    spread(work.chunks_mut(share), run).into_iter().collect()
+    let parts = work.chunks_mut(share).collect();
+    spread(threads, parts, run).into_iter().collect()
 }
 
 #[cfg(test)]

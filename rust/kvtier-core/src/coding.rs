@@ -1,6 +1,6 @@
 //! Blocks in fewer bytes below memory: a frame a layer, side by side, as the payload of an image.
 
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -50,7 +50,7 @@ impl Coding {
         let tokens = (payload / self.token_bytes) as u32;
         let layer = |form: &Form| form.with_tokens(tokens).raw_len();
         let body = self.layers.iter().map(layer).max().unwrap_or(0);
-        self.frames(tokens).next_multiple_of(PAGE) + body
+        self.frames(tokens).next_multiple_of(PAGE) + (1 + Helpers::MOST) * body
     }
 
     /// Bytes of the longest frames of so many tokens, with their table.
@@ -64,27 +64,38 @@ impl Coding {
     }
 
     /// Codes a payload; `None` where that saves no page.
-    pub(crate) fn pack(&self, payload: &[u8], plain: Shape) -> Option<Coded> {
+    pub(crate) fn pack(&self, payload: &[u8], plain: Shape, helpers: &Helpers) -> Option<Coded> {
         let tokens = payload.len() / self.token_bytes;
         if tokens * self.token_bytes != payload.len() || plain.pages() < 2 {
             return None;
         }
-        let forms = self
-            .layers
-            .iter()
-            .map(|form| form.with_tokens(tokens as u32));
         let mut pages = Pages::new(self.frames(tokens as u32).div_ceil(PAGE));
-        let mut table = Vec::with_capacity(self.layers.len());
+        let help = helpers.take(payload.len());
+        // Each layer's frame is made where the longest ones before it would end.
+        let mut layers = Vec::with_capacity(self.layers.len());
+        let (mut src, mut to) = (payload, &mut pages[..]);
+        for form in &self.layers {
+            let form = form.with_tokens(tokens as u32);
+            let (layer, behind) = src.split_at(form.raw_len());
+            let (room, after) = to.split_at_mut(frame::bound(&form));
+            (src, to) = (behind, after);
+            layers.push((form, layer, room));
+        }
+        let made = many::spread(1 + help.count(), layers, |(form, layer, room)| {
+            let (len, _) = frame::encode(self.codec, &form, layer, room);
+            (frame::bound(&form), len, hash64(&room[..len]))
+        });
+        drop(help);
+        let mut table = Vec::with_capacity(made.len());
         let (mut from, mut at) = (0, 0);
-        for form in forms {
-            let src = &payload[from..from + form.raw_len()];
-            let (len, _) = frame::encode(self.codec, &form, src, &mut pages[at..]);
+        for (bound, len, checksum) in made {
+            pages.copy_within(from..from + len, at);
             table.push(Segment {
                 offset: at as u32,
                 len: len as u32,
-                checksum: hash64(&pages[at..at + len]),
+                checksum,
             });
-            from += src.len();
+            from += bound;
             at += len;
         }
         let shape = Shape::new(at, plain.segments()).filter(|s| s.pages() < plain.pages())?;
@@ -120,7 +131,7 @@ impl Coded {
 }
 
 /// Decodes the verified image of shape `stored` at the start of a slot to the plain one in the same
-/// place, from its end, so that only the frame at work is moved out of the way. Returns the root.
+/// place. Returns the root.
 pub(crate) fn unpack(
     image: &mut [u8],
     (stored, plain): (Shape, Shape),
@@ -133,46 +144,102 @@ pub(crate) fn unpack(
     if total != plain.payload() || !(whole || found.len() == plain.segments()) {
         return Err(Miss::Corrupt);
     }
-    let _room = codings.decoding(aside(&found))?;
+    let help = codings.helpers.take(total);
+    let body = found.iter().map(|(_, header)| body(header)).max();
+    let all = stored.payload() + (1 + help.count()) * body.unwrap_or(0);
+    let room = (help.count() > 0).then(|| codings.decoding_now(all));
+    let sums = if let Some(Some(_room)) = room {
+        decode_beside(&mut image[..total], stored, &found, help.count())?
+    } else {
+        drop(help);
+        let _room = codings.decoding(aside(&found))?;
+        decode_in_place(image, &found, total)?
+    };
     let mut table = Vec::with_capacity(plain.segments());
-    let (mut spare, mut at, mut moved) = (Vec::new(), total, false);
-    for (place, header) in found.into_iter().rev() {
-        let end = at;
-        at -= header.form.raw_len();
-        let frame = if moved {
-            &spare[place]
-        } else {
-            moved = at < place.start;
-            spare.clear();
-            spare.extend_from_slice(&image[if moved { 0 } else { place.start }..place.end]);
-            &spare[if moved { place } else { 0..place.len() }]
-        };
-        let target = &mut image[at..end];
-        frame::decode(frame, &header.form, target).map_err(|_| Miss::Corrupt)?;
-        if !whole {
-            table.push(Segment {
-                offset: at as u32,
-                len: target.len() as u32,
-                checksum: hash64(target),
-            });
-        }
-    }
-    table.reverse();
     if whole {
         table.push(Segment {
             offset: 0,
             len: total as u32,
             checksum: hash64(&image[..total]),
         });
+    } else {
+        let mut at = 0;
+        for ((_, header), checksum) in found.iter().zip(sums) {
+            let len = header.form.raw_len() as u32;
+            table.push(Segment {
+                offset: at,
+                len,
+                checksum,
+            });
+            at += len;
+        }
     }
     let image = &mut image[..plain.image_len()];
     Ok(image::seal(image, plain, id, 0, 0, &table))
 }
 
-/// Bytes of memory that [`unpack`] takes beside the slot: the frames that decoding one layer would
+type Found = [(Range<usize>, Header)];
+
+/// Moves all frames out of the way and decodes them side by side. Returns each layer's checksum.
+fn decode_beside(
+    image: &mut [u8],
+    stored: Shape,
+    found: &Found,
+    helpers: usize,
+) -> Result<Vec<u64>, Miss> {
+    let spare = image[..stored.payload()].to_vec();
+    let mut layers = Vec::with_capacity(found.len());
+    let mut rest = image;
+    for (place, header) in found {
+        let (target, behind) = rest.split_at_mut(header.form.raw_len());
+        rest = behind;
+        layers.push((&spare[place.clone()], header.form, target));
+    }
+    let decode = |(frame, form, target): (&[u8], Form, &mut [u8])| {
+        frame::decode(frame, &form, target).map_err(|_| Miss::Corrupt)?;
+        Ok(hash64(target))
+    };
+    let sums = many::spread(1 + helpers, layers, decode);
+    sums.into_iter().collect()
+}
+
+/// Decodes from the end, so that only the frame at work is moved out of the way. Returns each layer's
+/// checksum.
+fn decode_in_place(image: &mut [u8], found: &Found, total: usize) -> Result<Vec<u64>, Miss> {
+    let mut sums = Vec::with_capacity(found.len());
+    let (mut spare, mut at, mut moved) = (Vec::new(), total, false);
+    for (place, header) in found.iter().rev() {
+        let end = at;
+        at -= header.form.raw_len();
+        let frame = if moved {
+            &spare[place.clone()]
+        } else {
+            moved = at < place.start;
+            spare.clear();
+            spare.extend_from_slice(&image[if moved { 0 } else { place.start }..place.end]);
+            &spare[if moved { place.clone() } else { 0..place.len() }]
+        };
+        let target = &mut image[at..end];
+        frame::decode(frame, &header.form, target).map_err(|_| Miss::Corrupt)?;
+        sums.push(hash64(target));
+    }
+    sums.reverse();
+    Ok(sums)
+}
+
+/// Bytes of a body before zstd.
+fn body(header: &Header) -> usize {
+    if header.zstd {
+        header.form.raw_len()
+    } else {
+        0
+    }
+}
+
+/// Bytes of memory that [`decode_in_place`] takes beside the slot: the frames that decoding one layer would
 /// overwrite, and a body before zstd.
 fn aside(found: &[(Range<usize>, Header)]) -> usize {
-    let (mut at, mut spare, mut body) = (0, 0, 0);
+    let (mut at, mut spare, mut most) = (0, 0, 0);
     for (place, header) in found {
         let overwritten = if at < place.start {
             place.end
@@ -181,13 +248,9 @@ fn aside(found: &[(Range<usize>, Header)]) -> usize {
         };
         spare = spare.max(overwritten);
         at += header.form.raw_len();
-        body = body.max(if header.zstd {
-            header.form.raw_len()
-        } else {
-            0
-        });
+        most = most.max(body(header));
     }
-    spare + body
+    spare + most
 }
 
 /// The most bytes that blocks on their way into frames take beside the tiers, and those on their
@@ -197,6 +260,50 @@ const PART: usize = 12;
 
 /// How long a decoder waits for others, which wait for nobody.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How many threads beside those that read, write and move may code at this moment; they end with the
+/// block that they help with.
+pub(crate) struct Helpers {
+    free: AtomicUsize,
+}
+
+/// Some of them, until it is dropped.
+pub(crate) struct Help<'a>(&'a Helpers, usize);
+
+impl Help<'_> {
+    fn count(&self) -> usize {
+        self.1
+    }
+}
+
+impl Drop for Help<'_> {
+    fn drop(&mut self) {
+        self.0.free.fetch_add(self.1, Ordering::Relaxed);
+    }
+}
+
+impl Helpers {
+    /// The most that one block gets.
+    const MOST: usize = 3;
+
+    /// At most so many at once, over all blocks.
+    pub(crate) fn new(count: usize) -> Self {
+        Helpers {
+            free: AtomicUsize::new(count),
+        }
+    }
+
+    /// As many as are free and so many bytes are worth; never waits.
+    fn take(&self, bytes: usize) -> Help<'_> {
+        let wanted = (many::useful(1 + Self::MOST, bytes) - 1).min(Self::MOST);
+        let mut got = 0;
+        let _ = (self.free).fetch_update(Ordering::Relaxed, Ordering::Relaxed, |free| {
+            got = wanted.min(free);
+            Some(free - got)
+        });
+        Help(self, got)
+    }
+}
 
 /// The codings of the namespaces that were opened, by their tag, and the account of what decoding
 /// takes. [`crate::mover::Mover`] keeps the account of what is coded.
@@ -208,6 +315,7 @@ pub(crate) struct Codings {
     decoding: Mutex<usize>,
     changed: Condvar,
     warned: AtomicBool,
+    pub(crate) helpers: Helpers,
 }
 
 /// Memory for decoding, until it is dropped.
@@ -220,7 +328,14 @@ impl Drop for Decoding<'_> {
     }
 }
 
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, |n| n.get())
+}
+
 impl Codings {
+    /// The most threads that help at once.
+    const HELPERS: usize = 8;
+
     /// None yet, for a first tier of so many bytes.
     pub(crate) fn new(memory: usize) -> Self {
         Codings {
@@ -230,6 +345,7 @@ impl Codings {
             decoding: Mutex::default(),
             changed: Condvar::default(),
             warned: AtomicBool::new(false),
+            helpers: Helpers::new(cores().saturating_sub(1).min(Self::HELPERS)),
         }
     }
 
@@ -279,6 +395,16 @@ impl Codings {
         }
     }
 
+    /// Memory for decoding, if it is there at once.
+    fn decoding_now(&self, bytes: usize) -> Option<Decoding<'_>> {
+        let mut taken = self.decoding.lock();
+        if *taken + bytes > self.limit {
+            return None;
+        }
+        *taken += bytes;
+        Some(Decoding(self, bytes))
+    }
+
     /// Memory for decoding; waits for others, which wait for nobody.
     pub(crate) fn decoding(&self, bytes: usize) -> Result<Decoding<'_>, Miss> {
         if bytes > self.limit {
@@ -325,7 +451,7 @@ mod tests {
                 .map(|i| if i % 2 == 0 { (i * 7 / 3) as u8 } else { 0x3f })
                 .collect();
             let plain = Shape::new(payload.len(), 8).unwrap();
-            let mut coded = coding.pack(&payload, plain).unwrap();
+            let mut coded = coding.pack(&payload, plain, &Helpers::new(0)).unwrap();
             assert!(coded.shape.pages() < plain.pages());
             let root = coded.seal(&[7; 32], 9);
             let stored = &coded.pages[..coded.shape.image_len()];
@@ -360,7 +486,7 @@ mod tests {
                 })
                 .collect();
             let plain = Shape::new(payload.len(), 8).unwrap();
-            let mut coded = coding.pack(&payload, plain).unwrap();
+            let mut coded = coding.pack(&payload, plain, &Helpers::new(0)).unwrap();
             coded.seal(&[7; 32], 9);
             let mut image = vec![0; plain.image_len()];
             image[..coded.shape.payload()].copy_from_slice(&coded.pages[..coded.shape.payload()]);
@@ -377,6 +503,48 @@ mod tests {
     }
 
     #[test]
+    fn any_number_of_helpers_gives_the_same_block() {
+        for (name, tokens) in [("zstd", 256), ("int8", 256), ("int4+zstd", 200)] {
+            let coding = coding(name, 8);
+            let payload: Vec<u8> = (0..coding.token_bytes * tokens)
+                .map(|i| if i % 2 == 0 { (i * 7 / 3) as u8 } else { 0x3f })
+                .collect();
+            let plain = Shape::new(payload.len(), 8).unwrap();
+            let (mut stored, mut back) = (Vec::new(), Vec::new());
+            for count in [0, 1, 3, 7] {
+                let helpers = Helpers::new(count);
+                let mut coded = coding.pack(&payload, plain, &helpers).unwrap();
+                coded.seal(&[7; 32], 9);
+                stored.push(coded.pages[..coded.shape.image_len()].to_vec());
+                assert_eq!(helpers.free.load(Ordering::Relaxed), count);
+                let mut image = vec![0; plain.image_len()];
+                image[..stored[0].len()].copy_from_slice(&stored[0]);
+                let mut codings = Codings::new(256 << 20);
+                codings.helpers = helpers;
+                let shapes = (coded.shape, plain);
+                let root = unpack(&mut image, shapes, &[7; 32], &codings).unwrap();
+                assert!(image::verify(&image, plain, root, &[7; 32], 0, 0).is_ok());
+                back.push((root, image));
+                assert_eq!(codings.helpers.free.load(Ordering::Relaxed), count);
+                assert_eq!(*codings.decoding.lock(), 0);
+            }
+            assert!(stored.iter().all(|image| *image == stored[0]), "{name}");
+            assert!(back.iter().all(|image| *image == back[0]), "{name}");
+        }
+    }
+
+    #[test]
+    fn helpers_are_shared_and_never_waited_for() {
+        let helpers = Helpers::new(4);
+        let (first, second) = (helpers.take(1 << 30), helpers.take(1 << 30));
+        assert_eq!((first.count(), second.count()), (3, 1));
+        assert_eq!(helpers.take(1 << 30).count(), 0);
+        drop(first);
+        assert_eq!(helpers.take(600 << 10).count(), 1, "not worth more");
+        assert_eq!(helpers.take(1).count(), 0);
+    }
+
+    #[test]
     fn what_saves_no_page_is_left_as_it_is() {
         let coding = coding("zstd", 1);
         let mut state = 1u64;
@@ -389,7 +557,10 @@ mod tests {
             })
             .collect();
         let plain = Shape::new(noise.len(), 8).unwrap();
-        assert!(coding.pack(&noise, plain).is_none());
-        assert!(coding.pack(&noise[1..], plain).is_none(), "no whole tokens");
+        assert!(coding.pack(&noise, plain, &Helpers::new(1)).is_none());
+        assert!(
+            coding.pack(&noise[1..], plain, &Helpers::new(1)).is_none(),
+            "no whole tokens"
+        );
     }
 }

@@ -137,7 +137,7 @@ impl Inner {
             if image::verify(bytes, entry.shape, entry.root, &entry.id, 0, 0).is_err() {
                 return lost();
             }
-            coded = coding.pack(&bytes[..payload], entry.shape);
+            coded = coding.pack(&bytes[..payload], entry.shape, &self.codings.helpers);
         }
         if entry.lossy && !coded.as_ref().is_some_and(|coded| coded.codec.is_lossy()) {
             // Without the mark of a lossy codec it would pass for what was put.
