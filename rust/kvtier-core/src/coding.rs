@@ -50,7 +50,8 @@ impl Coding {
         let tokens = (payload / self.token_bytes) as u32;
         let layer = |form: &Form| form.with_tokens(tokens).raw_len();
         let body = self.layers.iter().map(layer).max().unwrap_or(0);
-        self.frames(tokens).next_multiple_of(PAGE) + (1 + Helpers::MOST) * body
+        let bodies = self.layers.len().min(1 + Helpers::MOST);
+        self.frames(tokens).next_multiple_of(PAGE) + bodies * body
     }
 
     /// Bytes of the longest frames of so many tokens, with their table.
@@ -70,7 +71,7 @@ impl Coding {
             return None;
         }
         let mut pages = Pages::new(self.frames(tokens as u32).div_ceil(PAGE));
-        let help = helpers.take(payload.len());
+        let help = helpers.take(payload.len(), self.layers.len());
         // Each layer's frame is made where the longest ones before it would end.
         let mut layers = Vec::with_capacity(self.layers.len());
         let (mut src, mut to) = (payload, &mut pages[..]);
@@ -144,7 +145,7 @@ pub(crate) fn unpack(
     if total != plain.payload() || !(whole || found.len() == plain.segments()) {
         return Err(Miss::Corrupt);
     }
-    let help = codings.helpers.take(total);
+    let help = codings.helpers.take(total, found.len());
     let body = found.iter().map(|(_, header)| body(header)).max();
     let all = stored.payload() + (1 + help.count()) * body.unwrap_or(0);
     let room = (help.count() > 0).then(|| codings.decoding_now(all));
@@ -293,9 +294,10 @@ impl Helpers {
         }
     }
 
-    /// As many as are free and so many bytes are worth; never waits.
-    fn take(&self, bytes: usize) -> Help<'_> {
-        let wanted = (many::useful(1 + Self::MOST, bytes) - 1).min(Self::MOST);
+    /// As many as are free, and as so many bytes in so many layers are worth; never waits.
+    fn take(&self, bytes: usize, layers: usize) -> Help<'_> {
+        let most = layers.clamp(1, 1 + Self::MOST);
+        let wanted = many::useful(most, bytes) - 1;
         let mut got = 0;
         let _ = (self.free).fetch_update(Ordering::Relaxed, Ordering::Relaxed, |free| {
             got = wanted.min(free);
@@ -536,12 +538,14 @@ mod tests {
     #[test]
     fn helpers_are_shared_and_never_waited_for() {
         let helpers = Helpers::new(4);
-        let (first, second) = (helpers.take(1 << 30), helpers.take(1 << 30));
+        let (first, second) = (helpers.take(1 << 30, 99), helpers.take(1 << 30, 99));
         assert_eq!((first.count(), second.count()), (3, 1));
-        assert_eq!(helpers.take(1 << 30).count(), 0);
+        assert_eq!(helpers.take(1 << 30, 99).count(), 0);
         drop(first);
-        assert_eq!(helpers.take(600 << 10).count(), 1, "not worth more");
-        assert_eq!(helpers.take(1).count(), 0);
+        assert_eq!(helpers.take(600 << 10, 99).count(), 1, "not worth more");
+        assert_eq!(helpers.take(1, 99).count(), 0);
+        assert_eq!(helpers.take(1 << 30, 2).count(), 1, "a layer each");
+        assert_eq!(helpers.take(1 << 30, 1).count(), 0);
     }
 
     #[test]
