@@ -18,6 +18,7 @@ use crate::index::Cold;
 use crate::layout::Piece;
 use crate::load::Miss;
 use crate::order::Known;
+use crate::shares::NOBODY;
 use crate::store::Inner;
 use crate::sync::{Condvar, Mutex};
 
@@ -192,7 +193,8 @@ impl Inner {
             page_ceil(most).min(page_ceil(stored.payload())) + PAGE
         };
         let pages = ((tail.len + room) / PAGE) as u32;
-        let scratch = self.reserve(0, pages, Instant::now()).ok()?.temporary();
+        let reserved = self.reserve(0, pages, NOBODY, Instant::now());
+        let scratch = reserved.ok()?.0.temporary();
         self.begin_coding();
         let wanted = Arc::new(Wanted {
             id,
