@@ -50,7 +50,7 @@ impl Coding {
         let tokens = (payload / self.token_bytes) as u32;
         let layer = |form: &Form| form.with_tokens(tokens).raw_len();
         let body = self.layers.iter().map(layer).max().unwrap_or(0);
-        let bodies = self.layers.len().min(1 + Helpers::MOST);
+        let bodies = 1 + Helpers::worth(payload, self.layers.len());
         self.frames(tokens).next_multiple_of(PAGE) + bodies * body
     }
 
@@ -294,10 +294,14 @@ impl Helpers {
         }
     }
 
-    /// As many as are free, and as so many bytes in so many layers are worth; never waits.
+    /// How many so many bytes in so many layers are worth.
+    fn worth(bytes: usize, layers: usize) -> usize {
+        many::useful(layers.clamp(1, 1 + Self::MOST), bytes) - 1
+    }
+
+    /// As many as are free and worth it; never waits.
     fn take(&self, bytes: usize, layers: usize) -> Help<'_> {
-        let most = layers.clamp(1, 1 + Self::MOST);
-        let wanted = many::useful(most, bytes) - 1;
+        let wanted = Self::worth(bytes, layers);
         let mut got = 0;
         let _ = (self.free).fetch_update(Ordering::Relaxed, Ordering::Relaxed, |free| {
             got = wanted.min(free);
