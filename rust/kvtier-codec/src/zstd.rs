@@ -91,3 +91,26 @@ pub fn decompress(src: &[u8], dst: &mut [u8]) -> bool {
             .is_some_and(|context| context.decompress(dst, src) == Ok(len))
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What docs/CODECS.md says of the memory that is not counted.
+    #[test]
+    fn the_contexts_of_a_thread_stay_small_whatever_they_code() {
+        for len in [4 << 10, 64 << 10, 1 << 20, 16 << 20] {
+            let src: Vec<u8> = (0..len).map(|i: usize| (i * i / 7) as u8 & 31).collect();
+            for kind in [Kind::Any, Kind::Numbers] {
+                let mut coded = vec![0; len];
+                let size = compress(kind, &src, &[len / 2, len - len / 2], &mut coded).unwrap();
+                let mut back = vec![0; len];
+                assert!(decompress(&coded[..size], &mut back) && back == src);
+                let held = COMPRESSOR.with_borrow(|c| c.as_ref().unwrap().sizeof());
+                assert!(held <= 2 << 20, "{len} bytes: {held}");
+                let held = DECOMPRESSOR.with_borrow(|d| d.as_ref().unwrap().sizeof());
+                assert!(held <= 256 << 10, "{len} bytes: {held}");
+            }
+        }
+    }
+}

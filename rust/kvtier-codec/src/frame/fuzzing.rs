@@ -1,6 +1,7 @@
 //! What the fuzzer feeds, and the tests too.
 
-use super::{HEADER, Header, checksum, decode, decode_tokens};
+use super::{HEADER, Header, checksum, decode_at, decode_tokens};
+use crate::simd::Level;
 
 /// Arrays larger than this are not decoded here: the caller's memory decides, not the frame.
 const LARGEST: usize = 1 << 20;
@@ -14,7 +15,8 @@ pub fn resealed(mut frame: Vec<u8>) -> Vec<u8> {
     frame
 }
 
-/// Decodes any bytes, as they are and with the checksum put right: an error or some numbers.
+/// Decodes any bytes, as they are and with the checksum put right: an error or some numbers, the same
+/// on every instruction set.
 pub fn decodes(data: &[u8]) {
     for frame in [data.to_vec(), resealed(data.to_vec())] {
         let Ok(header) = Header::read(&frame) else {
@@ -25,7 +27,13 @@ pub fn decodes(data: &[u8]) {
             continue;
         }
         let mut whole = vec![0; form.raw_len()];
-        let result = decode(&frame, &form, &mut whole);
+        let result = decode_at(Level::BASELINE, &frame, &form, 0..form.tokens, &mut whole);
+        for level in Level::all() {
+            let mut same = vec![0; form.raw_len()];
+            let other = decode_at(level, &frame, &form, 0..form.tokens, &mut same);
+            assert_eq!(result, other);
+            assert!(result.is_err() || same == whole, "{level:?} differs");
+        }
         let (from, to) = (form.tokens / 3, form.tokens.div_ceil(2));
         let mut part = vec![0; form.with_tokens(to - from).raw_len()];
         let some = decode_tokens(&frame, &form, from..to, &mut part);
