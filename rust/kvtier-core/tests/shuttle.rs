@@ -11,8 +11,12 @@ mod common;
 use std::sync::Arc;
 
 use common::*;
+use kvtier_core::arena::backing::{HugePages, anonymous};
+use kvtier_core::arena::{Arena, Pin};
 use kvtier_core::config::{Config, Memory};
 use kvtier_core::error::Kind;
+use kvtier_core::hbm::Feed;
+use kvtier_core::jobs::Goal;
 use kvtier_core::put::{Block, Put};
 use kvtier_core::store::{Namespace, Store};
 use shuttle::thread;
@@ -144,6 +148,99 @@ fn puts_reads_leases_and_removals_in_memory() {
 #[test]
 fn demotion_loads_and_removals_over_nvme() {
     orders(|turn| together(nvme_below(), turn, 2, 5, false));
+}
+
+/// Memory that stands for a device's. It holds four of the six blocks.
+struct Pool(Pin);
+
+// SAFETY: bytes of places that the tier hands out to one writer at a time; that is what is tested.
+unsafe impl Sync for Pool {}
+
+impl Pool {
+    fn new() -> Arc<Self> {
+        let arena = Arena::new(anonymous(MEMORY as usize, HugePages::Off, None).unwrap());
+        Arc::new(Pool(arena.alloc(arena.pages()).unwrap()))
+    }
+
+    /// The thread that copies: every third batch fails.
+    fn serve(&self, feed: &Feed) {
+        let mut turn = 0;
+        while let Some(mut batch) = feed.next(true) {
+            turn += 1;
+            for c in batch.copies() {
+                // SAFETY: the source is pinned, the place is the batch's own.
+                unsafe { std::ptr::copy_nonoverlapping(c.host, self.0.ptr().add(c.at), c.len) };
+                thread::yield_now();
+            }
+            batch.verify();
+            batch.finish(turn % 3 > 0);
+        }
+    }
+
+    fn read(&self, store: &Store, ns: &Namespace, n: u64, take: bool) {
+        for placed in store
+            .place(ns, &[&key(n)], &Default::default(), take)
+            .unwrap()
+        {
+            let Some(placed) = placed else { continue };
+            thread::yield_now();
+            // SAFETY: inside the pool, and held.
+            let at = unsafe { self.0.ptr().add(placed.at()) };
+            // SAFETY: as above.
+            let got = unsafe { std::slice::from_raw_parts(at, placed.len()) };
+            assert!(got == data(n), "wrong bytes in HBM");
+        }
+    }
+}
+
+/// Completion of copies against eviction, removal, readers and the next copy into the same place.
+#[test]
+fn copies_to_hbm_among_evictions_removals_and_readers() {
+    orders(|turn| {
+        let all = Memory {
+            size: 2 * MEMORY,
+            ..memory()
+        };
+        let mut config = Config::new(vec![all], None);
+        config.hbm = Some(MEMORY);
+        let store = Arc::new(Store::open(config).unwrap());
+        let (pool, ns, feed) = (Pool::new(), opaque(b"races"), store.feed().unwrap());
+        let copier = {
+            let pool = pool.clone();
+            thread::spawn(move || pool.serve(&feed))
+        };
+        let workers: Vec<_> = (0..2)
+            .map(|t| {
+                let (store, ns, pool) = (store.clone(), ns.clone(), pool.clone());
+                thread::spawn(move || {
+                    let mut random = Random(turn * 10 + t);
+                    for _ in 0..4 {
+                        let n = random.below(KEYS);
+                        match random.below(6) {
+                            0 => drop(store.remove(&ns, &[&key(n)]).unwrap()),
+                            1..4 => {
+                                let _ = try_put(&store, &ns, &key(n), &data(n), None).unwrap();
+                                let keys: [&[u8]; 2] = [&key(n), &key((n + 1) % KEYS)];
+                                let job = store.prefetch(&ns, &keys, Goal::Hbm, None, 0).unwrap();
+                                assert!(job.wait(soon()), "a copy that never ends");
+                            }
+                            take => pool.read(&store, &ns, n, take == 5),
+                        }
+                    }
+                })
+            })
+            .collect();
+        workers.into_iter().for_each(|w| w.join().unwrap());
+        for n in 0..KEYS {
+            pool.read(&store, &ns, n, false);
+        }
+        store.clear(None).unwrap();
+        for tier in store.report().tiers {
+            assert_eq!((tier.used, tier.blocks), (0, 0), "{tier:?}");
+        }
+        store.close(soon()).unwrap();
+        copier.join().unwrap();
+    });
 }
 
 #[test]
