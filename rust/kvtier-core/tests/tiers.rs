@@ -556,6 +556,35 @@ fn the_write_budget_is_kept() {
 }
 
 #[test]
+fn a_loop_over_more_than_memory_holds_moves_nothing_to_and_fro() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = three_tiers(2 << 20, 2 << 20, nvme(dir.path(), 32 << 20));
+    let ns = opaque(b"loop");
+    let blocks = put_blocks(&store, &ns, 100, SIZE, false);
+    store.flush(soon()).unwrap();
+    let moved = || {
+        let moves = |tier| count(&store, tier, "demotions");
+        let writes = count(&store, "nvme", "writes");
+        (
+            moves("dram"),
+            moves("cxl"),
+            count(&store, "cxl", "inserts"),
+            writes,
+        )
+    };
+    let before = moved();
+    for _ in 0..4 {
+        assert_eq!(hits(&store, &ns, &blocks), 100);
+    }
+    assert_eq!(
+        moved(),
+        before,
+        "copies that are below are dropped, and come up again"
+    );
+    audit(&store);
+}
+
+#[test]
 fn a_put_that_waits_goes_on_when_a_lease_ends() {
     let store = dram(1 << 20);
     let ns = opaque(b"waits");

@@ -14,6 +14,13 @@ struct Tier {
     capacity: usize,
 }
 
+impl Tier {
+    /// Is a block worth what it would push out, if anything?
+    fn admits(&mut self, meta: &Meta) -> bool {
+        self.used < self.capacity || self.policy.admit(meta)
+    }
+}
+
 /// Blocks that may be written to the last tier, accruing with time; an hour's worth at most is kept.
 struct Budget {
     per_second: f64,
@@ -97,7 +104,7 @@ impl<'a> Tiers<'a> {
             Some(0) => self.tiers[0].policy.on_hit(block),
             Some(tier) => {
                 let meta = self.meta(block);
-                if !self.tiers[0].policy.admit(&meta) {
+                if !self.tiers[0].admits(&meta) {
                     self.tiers[tier].policy.on_hit(block);
                     return;
                 }
@@ -155,7 +162,7 @@ impl<'a> Tiers<'a> {
             // What blocks below depend on goes with them, if it can be afforded.
             let depended = self.chained && self.followers[block as usize] > 0;
             let meta = self.meta(block);
-            let wanted = depended || self.tiers[tier].policy.admit(&meta);
+            let wanted = depended || self.tiers[tier].admits(&meta);
             if wanted && self.can_write(tier) && self.arrive(tier, block, needed) {
                 return;
             }

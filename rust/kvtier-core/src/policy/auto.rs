@@ -27,7 +27,6 @@ struct Node {
     /// The session's turn in which it came, and how often it was used since.
     turn: u16,
     hits: u16,
-    pages: u32,
     /// Class and age: the list it is in.
     cell: u16,
     gap: u8,
@@ -51,7 +50,6 @@ const ABSENT: Node = Node {
     touched: 0,
     turn: 0,
     hits: 0,
-    pages: 0,
     cell: NOWHERE,
     gap: 0,
     flags: 0,
@@ -67,8 +65,43 @@ fn is_ready(node: &Node) -> bool {
 struct Ghost {
     tag: u32,
     touched: u32,
+    /// 0: there is none. From 61 on all are alike.
     generation: u16,
     flags: u8,
+}
+
+/// A ghost in ten bytes: there are two for each block.
+#[derive(Clone, Copy, Debug, Default)]
+struct Packed([u16; 5]);
+
+const GENERATION: u16 = (1 << 14) - 1;
+
+impl Packed {
+    fn pack(ghost: Ghost) -> Self {
+        let halves = |n: u32| [n as u16, (n >> 16) as u16];
+        let ([a, b], [c, d]) = (halves(ghost.tag), halves(ghost.touched));
+        let continued = u16::from(ghost.flags & CONTINUED != 0) << 14;
+        let shared = u16::from(ghost.flags & SHARED != 0) << 15;
+        Packed([
+            a,
+            b,
+            c,
+            d,
+            ghost.generation.min(GENERATION) | continued | shared,
+        ])
+    }
+
+    fn ghost(self) -> Ghost {
+        let Packed([a, b, c, d, rest]) = self;
+        let whole = |low: u16, high: u16| u32::from(high) << 16 | u32::from(low);
+        let flag = |bit: u16, flag: u8| if rest & bit != 0 { flag } else { 0 };
+        Ghost {
+            tag: whole(a, b),
+            touched: whole(c, d),
+            generation: rest & GENERATION,
+            flags: flag(1 << 14, CONTINUED) | flag(1 << 15, SHARED),
+        }
+    }
 }
 
 /// The lists of one class.
@@ -102,7 +135,7 @@ pub struct Auto {
     /// Oldest and newest of each list.
     ends: Vec<(u32, u32)>,
     classes: Vec<Class>,
-    ghosts: Vec<Ghost>,
+    ghosts: Vec<Packed>,
     /// Blocks that a search had to pass, and blocks that stayed when they were named.
     passed: VecDeque<Handle>,
     deferred: VecDeque<Handle>,
@@ -111,13 +144,17 @@ pub struct Auto {
     searches: u64,
     sweep: usize,
     len: usize,
-    capacity: u64,
-    pages: u64,
+}
+
+impl Default for Auto {
+    fn default() -> Self {
+        Auto::new()
+    }
 }
 
 impl Auto {
-    /// For a tier of `pages` pages.
-    pub fn new(pages: u64) -> Self {
+    /// Nothing is here yet.
+    pub fn new() -> Self {
         Auto {
             nodes: Vec::new(),
             ends: vec![(NIL, NIL); CLASSES * AGES],
@@ -130,8 +167,6 @@ impl Auto {
             searches: 0,
             sweep: 0,
             len: 0,
-            capacity: pages,
-            pages: 0,
         }
     }
 
@@ -270,22 +305,22 @@ impl Auto {
         if self.ghosts.is_empty() {
             return None;
         }
-        let ghost = self.ghosts[fingerprint as usize % self.ghosts.len()];
+        let ghost = self.ghosts[fingerprint as usize % self.ghosts.len()].ghost();
         (ghost.generation > 0 && ghost.tag == (fingerprint >> 32) as u32).then_some(ghost)
     }
 
     fn remember(&mut self, node: &Node) {
         if self.ghosts.is_empty() {
             let count = (2 * self.len).max(64);
-            self.ghosts = vec![Ghost::default(); count];
+            self.ghosts = vec![Packed::default(); count];
         }
         let at = node.fingerprint as usize % self.ghosts.len();
-        self.ghosts[at] = Ghost {
+        self.ghosts[at] = Packed::pack(Ghost {
             tag: (node.fingerprint >> 32) as u32,
             touched: node.touched,
             generation: (node.turn.saturating_add(node.hits)).max(1),
             flags: node.flags & (CONTINUED | SHARED),
-        };
+        });
     }
 
     /// A block that arrives, as far as it is known.
@@ -296,7 +331,6 @@ impl Auto {
             parent: meta.parent.unwrap_or(NIL),
             touched: now,
             turn: 1,
-            pages: meta.pages,
             flags: HERE,
             ..ABSENT
         };
@@ -319,9 +353,6 @@ impl Auto {
 
 impl Policy for Auto {
     fn admit(&mut self, meta: &Meta) -> bool {
-        if self.pages + u64::from(meta.pages) <= self.capacity {
-            return true;
-        }
         let mut node = self.arriving(meta);
         node.flags |= CONTINUED;
         let class = self.class(&node);
@@ -345,7 +376,6 @@ impl Policy for Auto {
         node.flags |= held;
         self.nodes[block as usize] = node;
         self.len += 1;
-        self.pages += u64::from(meta.pages);
         self.learn(&node, self.class(&node));
         self.place(block);
         if let Some(parent) = meta.parent
@@ -390,7 +420,6 @@ impl Policy for Auto {
         self.remember(&node);
         self.nodes[block as usize].flags = node.flags & QUEUED;
         self.len -= 1;
-        self.pages -= u64::from(node.pages);
     }
 
     fn defer(&mut self, block: Handle) {
@@ -465,7 +494,7 @@ impl Policy for Auto {
         self.nodes.capacity() * size_of::<Node>()
             + self.ends.capacity() * size_of::<(u32, u32)>()
             + self.classes.capacity() * size_of::<Class>()
-            + self.ghosts.capacity() * size_of::<Ghost>()
+            + self.ghosts.capacity() * size_of::<Packed>()
             + (self.passed.capacity() + self.deferred.capacity()) * 4
             + self.reuse.memory_bytes()
     }

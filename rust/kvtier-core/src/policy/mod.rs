@@ -48,8 +48,7 @@ pub struct Meta {
 /// Whatever is pinned, a search for a victim looks at a bounded number of blocks: those that it
 /// must pass are set aside and asked again a few at a time.
 pub trait Policy: Send {
-    /// A block is about to arrive, and room has yet to be made for it. False: what it would push
-    /// out is worth more.
+    /// A block is about to arrive where it must push out another. False: that one is worth more.
     fn admit(&mut self, _meta: &Meta) -> bool {
         true
     }
@@ -176,7 +175,7 @@ fn build(name: &str, pages: u64, leaf: bool) -> Result<Box<dyn Policy>> {
         "s3-fifo" => either(S3Fifo::new(pages), leaf),
         "arc" => either(Arc::default(), leaf),
         "w-tinylfu" => either(WTinyLfu::new(pages), leaf),
-        "auto" => either(Auto::new(pages), leaf),
+        "auto" => either(Auto::new(), leaf),
         "importance" => either(Importance::default(), leaf),
         "gdsf" => either(Gdsf::default(), leaf),
         _ => {

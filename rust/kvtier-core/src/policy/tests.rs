@@ -180,10 +180,10 @@ fn auto_learns_which_sessions_come_back() {
                 fingerprint: u64::from(block).wrapping_mul(0x9E37_79B9_7F4A_7C15),
                 ..meta(None)
             };
-            if !policy.admit(&meta) {
-                continue;
-            }
             if here.len() == 300 {
+                if !policy.admit(&meta) {
+                    continue;
+                }
                 let victim = victims(&mut *policy, 1)[0];
                 policy.on_remove(victim);
                 here.remove(&victim);
