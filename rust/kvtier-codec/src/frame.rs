@@ -131,6 +131,11 @@ impl Codec {
         self.method.is_lossy()
     }
 
+    /// Is what it gives compressed?
+    pub fn has_zstd(self) -> bool {
+        self.zstd
+    }
+
     /// The number in a slot's record: version, zstd, method. Never 0, which is "as it is".
     pub fn id(self) -> u16 {
         u16::from(VERSION) << 8 | u16::from(self.zstd) << 7 | self.method as u16

@@ -50,7 +50,7 @@ impl Coding {
         let tokens = (payload / self.token_bytes) as u32;
         let layer = |form: &Form| form.with_tokens(tokens).raw_len();
         let body = self.layers.iter().map(layer).max().unwrap_or(0);
-        let bodies = 1 + Helpers::worth(payload, self.layers.len());
+        let bodies = 1 + Helpers::worth(self.codec.has_zstd(), payload, self.layers.len());
         self.frames(tokens).next_multiple_of(PAGE) + bodies * body
     }
 
@@ -71,7 +71,7 @@ impl Coding {
             return None;
         }
         let mut pages = Pages::new(self.frames(tokens as u32).div_ceil(PAGE));
-        let help = helpers.take(payload.len(), self.layers.len());
+        let help = helpers.take(self.codec.has_zstd(), payload.len(), self.layers.len());
         // Each layer's frame is made where the longest ones before it would end.
         let mut layers = Vec::with_capacity(self.layers.len());
         let (mut src, mut to) = (payload, &mut pages[..]);
@@ -145,7 +145,7 @@ pub(crate) fn unpack(
     if total != plain.payload() || !(whole || found.len() == plain.segments()) {
         return Err(Miss::Corrupt);
     }
-    let help = codings.helpers.take(total, found.len());
+    let help = (codings.helpers).take(found.iter().any(|(_, h)| h.zstd), total, found.len());
     let body = found.iter().map(|(_, header)| body(header)).max();
     let all = stored.payload() + (1 + help.count()) * body.unwrap_or(0);
     let room = (help.count() > 0).then(|| codings.decoding_now(all));
@@ -294,14 +294,20 @@ impl Helpers {
         }
     }
 
-    /// How many so many bytes in so many layers are worth.
-    fn worth(bytes: usize, layers: usize) -> usize {
-        many::useful(layers.clamp(1, 1 + Self::MOST), bytes) - 1
+    /// How many so many bytes in so many layers are worth. Without zstd none: a thread that has to
+    /// wait for a core takes longer than the block.
+    fn worth(zstd: bool, bytes: usize, layers: usize) -> usize {
+        let most = layers.clamp(1, 1 + Self::MOST);
+        if zstd {
+            many::useful(most, bytes / 4) - 1
+        } else {
+            0
+        }
     }
 
     /// As many as are free and worth it; never waits.
-    fn take(&self, bytes: usize, layers: usize) -> Help<'_> {
-        let wanted = Self::worth(bytes, layers);
+    fn take(&self, zstd: bool, bytes: usize, layers: usize) -> Help<'_> {
+        let wanted = Self::worth(zstd, bytes, layers);
         let mut got = 0;
         let _ = (self.free).fetch_update(Ordering::Relaxed, Ordering::Relaxed, |free| {
             got = wanted.min(free);
@@ -542,14 +548,21 @@ mod tests {
     #[test]
     fn helpers_are_shared_and_never_waited_for() {
         let helpers = Helpers::new(4);
-        let (first, second) = (helpers.take(1 << 30, 99), helpers.take(1 << 30, 99));
+        let (first, second) = (
+            helpers.take(true, 1 << 30, 99),
+            helpers.take(true, 1 << 30, 99),
+        );
         assert_eq!((first.count(), second.count()), (3, 1));
-        assert_eq!(helpers.take(1 << 30, 99).count(), 0);
+        assert_eq!(helpers.take(true, 1 << 30, 99).count(), 0);
         drop(first);
-        assert_eq!(helpers.take(600 << 10, 99).count(), 1, "not worth more");
-        assert_eq!(helpers.take(1, 99).count(), 0);
-        assert_eq!(helpers.take(1 << 30, 2).count(), 1, "a layer each");
-        assert_eq!(helpers.take(1 << 30, 1).count(), 0);
+        assert_eq!(
+            helpers.take(true, 2400 << 10, 99).count(),
+            1,
+            "not worth more"
+        );
+        assert_eq!(helpers.take(true, 1, 99).count(), 0);
+        assert_eq!(helpers.take(true, 1 << 30, 2).count(), 1, "a layer each");
+        assert_eq!(helpers.take(true, 1 << 30, 1).count(), 0);
     }
 
     #[test]
