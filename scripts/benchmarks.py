@@ -38,6 +38,9 @@ AIMS: dict[str, tuple[str, float]] = {
     "index_bytes_per_block": ("<=", 1.0),
     "restart_s_per_million": ("<=", 1.0),
     "victim_share": (">=", 0.97),
+    "nvme_read_1m_beside_writes": (">=", 0.8),
+    "nvme_read_1m_behind_writes": ("<=", 1.0),
+    "asyncio_tick": ("<=", 1.0),
     "victim_share_64k": (">=", 0.97),
 }
 """The aim of a row's ratio."""
@@ -54,6 +57,8 @@ REASONS = {
     "back, the check and the copy",
     "nvme_read": "who asked verifies and copies, and the pipeline fills and drains once a batch: with batches of 8, 32 and "
     "256 MiB, 1 MiB blocks came at 2.7, 3.1 and 3.5 GB/s, and 64 KiB blocks at 2.6, 3.0 and 3.3",
+    "nvme_read_1m_beside_writes": "memory is full of blocks that are only there, so each block that is read there first pushes "
+    "one down: reads wait for writes, and share the device with those of the puts",
     "nvme_write": "the store copies, verifies again, journals and frees, where the bare loop only writes. The small DRAM "
     "tier of the quick run (128 MiB) limits what is on its way down: over 512 MiB, 1 MiB blocks went a third faster",
     "index_bytes_per_block": "an entry names the id, half of the parent's, two roots and all places; the tree of slots "

@@ -54,7 +54,7 @@ class DiskBench:
 
     def _first_lap(self) -> Row:
         begun = time.perf_counter()
-        count = len(self._fill(1 << 20))
+        count = len(self.fill(1 << 20))
         value = count * (1 << 20) / (time.perf_counter() - begun) / 1e9
         bound = (self.plan.file >> 20 << 20) / self.bare.prepare_s / 1e9
         note = "fresh file space, one sample each; all other rows are of space that was written before"
@@ -64,10 +64,10 @@ class DiskBench:
 
     def _size(self, size: int) -> Iterator[Row]:
         name = label(size)
-        keys = self._fill(size)
+        keys = self.fill(size)
         yield from self._reads(f"nvme_read_{name}", keys, size, self.plan.lap)
         if size == 1 << 20:
-            pairs, depth = self._pairs(size, lambda: self._read(keys, size, self.plan.batch), write=False)
+            pairs, depth = self._pairs(size, lambda: self.read(keys, size, self.plan.batch), write=False)
             yield self._rate(
                 "nvme_read_1m_calls", pairs, depth, f"calls of {self.plan.batch >> 20} MiB: each begins anew"
             )
@@ -79,19 +79,20 @@ class DiskBench:
 
     # What is put there
 
-    def _fill(self, size: int) -> list[bytes]:
+    def fill(self, size: int) -> list[bytes]:
         """Keys of blocks that are all on NVMe, and fill it."""
         self.store.clear()
         self.store.flush(timeout=_WAIT)
         keys = self.keys.take(self.room // (size + (4096 if size % 4096 else 0)))
-        self._put(keys, size)
+        self.put(keys, size)
         self.store.flush(timeout=_WAIT)
         if not all(self.store.contains(keys)):
             raise KvtierError("blocks that fit the NVMe tier did not stay there")
         self.at = 0
         return keys
 
-    def _put(self, keys: Sequence[bytes], size: int) -> None:
+    def put(self, keys: Sequence[bytes], size: int) -> None:
+        """Put blocks of ``size`` bytes under these keys. Blocks."""
         sources = split(self.source, size)
         for at in chunks(len(keys), max(1, min(self.plan.batch // size, len(sources)))):
             wanted = keys[at]
@@ -101,7 +102,7 @@ class DiskBench:
             if lost:
                 raise KvtierError(f"{len(lost)} of {len(wanted)} blocks were not stored: {lost[0]}")
 
-    def _turn(self, keys: Sequence[bytes], count: int) -> list[bytes]:
+    def turn(self, keys: Sequence[bytes], count: int) -> list[bytes]:
         """The next ``count`` keys that are on NVMe only, round and round: what was read last is furthest away."""
         taken: list[bytes] = []
         for _ in range(len(keys)):
@@ -117,18 +118,19 @@ class DiskBench:
     # Reads
 
     def _reads(self, name: str, keys: Sequence[bytes], size: int, call: int) -> Iterator[Row]:
-        pairs, depth = self._pairs(size, lambda: self._read(keys, size, call), write=False)
+        pairs, depth = self._pairs(size, lambda: self.read(keys, size, call), write=False)
         where = (
             f"one call a lap of {call >> 20} MiB into huge pages, through a DRAM tier of {self.plan.front >> 20} MiB"
         )
         yield self._rate(name, pairs, depth, where)
         yield self._cpu(name, pairs)
 
-    def _read(self, keys: Sequence[bytes], size: int, call: int) -> Sample:
-        targets = split(self.target, size)
-        wanted = self._turn(keys, len(targets))
+    def read(self, keys: Sequence[bytes], size: int, call: int) -> Sample:
+        """One lap of reads of blocks that are on NVMe only, ``call`` bytes a call. Blocks."""
+        targets = split(self.target, size)[: len(keys)]
+        wanted = self.turn(keys, len(targets))
         calls = [(wanted[at], targets[at]) for at in chunks(len(wanted), call // size)]
-        before, hits = self._count("read_bytes"), 0
+        before, hits = self.count("read_bytes"), 0
         begun, cpu = time.perf_counter(), time.process_time()
         for some, outs in calls:
             hits += sum(map(bool, self.store.get_into(some, outs, timeout=_WAIT)))
@@ -136,12 +138,13 @@ class DiskBench:
         self._were_cold(before, hits, len(wanted), size)
         return _sample(len(wanted) * size, taken, cpu)
 
-    def _count(self, counter: str) -> int:
+    def count(self, counter: str) -> int:
+        """A counter of the NVMe tier."""
         return int(self.store.stats()["tiers"]["nvme"][counter])
 
     def _were_cold(self, before: int, hits: int, count: int, size: int) -> None:
         """Whether ``count`` blocks were hits, and were read from the device."""
-        moved = self._count("read_bytes") - before
+        moved = self.count("read_bytes") - before
         if hits != count or moved < count * size:
             raise KvtierError(
                 f"{hits} of {count} reads of {label(size)} were hits, with {moved} bytes from the device: not all were cold"
@@ -160,8 +163,8 @@ class DiskBench:
 
         def value() -> float:
             times, hits = [], 0
-            before = self._count("read_bytes")
-            for key, out in zip(self._turn(keys, each), targets, strict=False):
+            before = self.count("read_bytes")
+            for key, out in zip(self.turn(keys, each), targets, strict=False):
                 begun = time.perf_counter()
                 (result,) = self.store.get_into([key], [out])
                 times.append(time.perf_counter() - begun)
@@ -204,7 +207,7 @@ class DiskBench:
         keys = self.keys.take(self.plan.lap // size)
         before, _, _ = self._settle()
         begun, cpu = time.perf_counter(), time.process_time()
-        self._put(keys, size)
+        self.put(keys, size)
         after, ended, spent = self._settle()
         return _sample(after - before, ended - begun, spent - cpu)
 
@@ -212,7 +215,7 @@ class DiskBench:
         """Bytes written to NVMe so far, once no more are; when the last were seen to be, and the CPU time then."""
         seen, at, cpu = -1, 0.0, 0.0
         while True:
-            written = self._count("write_bytes")
+            written = self.count("write_bytes")
             now = time.perf_counter()
             if written != seen:
                 seen, at, cpu = written, now, time.process_time()
@@ -226,7 +229,7 @@ class DiskBench:
         def flush() -> Sample:
             self.store.flush(timeout=_WAIT)
             before, _, _ = self._settle()
-            self._put(self.keys.take(count), size)
+            self.put(self.keys.take(count), size)
             early, _, _ = self._settle()
             begun, cpu = time.perf_counter(), time.process_time()
             self.store.flush(timeout=_WAIT)

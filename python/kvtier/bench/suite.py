@@ -11,6 +11,7 @@ from pathlib import Path
 from kvtier.bench.dram import MemoryBench
 from kvtier.bench.figures import Row
 from kvtier.bench.index import index_size, lookups, restart
+from kvtier.bench.mixed import event_loop, reads_beside_writes
 from kvtier.bench.nvme import DiskBench
 from kvtier.bench.plan import Plan
 from kvtier.bench.threads import idle, victim
@@ -30,6 +31,7 @@ def disk_rows(plan: Plan, directory: Path) -> Iterator[Row]:
     """The rows of blocks on NVMe; ``directory`` lies on the drive to measure, and is emptied afterwards."""
     with closing(DiskBench(plan, directory)) as bench:
         yield from bench.rows()
+        yield from reads_beside_writes(bench)
     _empty(directory)
 
 
@@ -64,6 +66,7 @@ def store_suite(plan: Plan, directory: Path, say: Callable[[str], None] = lambda
             ("the index's size", "index_bytes_per_block", lambda: index_size(plan)),
             ("restarts", "restart_s_per_million", lambda: _restart_rows(plan, place)),
             ("a computing thread beside transfers", "victim_share", lambda: victim(plan)),
+            ("an event loop beside reads", "asyncio_tick", lambda: event_loop(plan)),
             ("an idle store", "idle_cpu_share", lambda: idle(plan, place)),
         ]
         for what, name, rows in parts:

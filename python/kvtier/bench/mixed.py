@@ -1,0 +1,109 @@
+"""Reads beside writes, and an event loop beside reads: what one part of a store costs another."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Iterator
+
+from kvtier.bench.figures import Pair, Row, compared, measured
+from kvtier.bench.memory import Bytes, Keys, chunks, huge_buffer, split
+from kvtier.bench.nvme import DiskBench
+from kvtier.bench.plan import Plan
+from kvtier.bench.threads import Transfers
+from kvtier.config import Dram
+from kvtier.errors import KvtierError
+from kvtier.store import Store
+
+__all__ = ["event_loop", "reads_beside_writes"]
+
+_MIB = 1 << 20
+_IN_FLIGHT = 32 * _MIB  # what the store has on its way to NVMe at most
+_TICK_S = 0.001
+
+
+def reads_beside_writes(bench: DiskBench) -> Iterator[Row]:
+    """``nvme_read_1m_beside_writes`` and ``nvme_read_1m_behind_writes``, while a thread puts fresh blocks all the time."""
+    plan = bench.plan
+    count = plan.front // (2 * _MIB)
+
+    def put() -> bool:
+        bench.put(bench.keys.take(8), _MIB)
+        return True
+
+    puts = Transfers(put)
+    pairs: list[Pair] = []
+    lates: list[float] = []
+    waits: list[float] = []
+    for _ in range(plan.pairs):
+        # Anew each time: the puts evict what was read least lately. Others push what was read out of memory.
+        keys = bench.fill(_MIB)
+        ours, others = keys[:count], keys[count : 4 * count]
+        alone = bench.read(ours, _MIB, plan.lap)[0]
+        bench.read(others, _MIB, plan.lap)
+        written, begun = bench.count("write_bytes"), time.perf_counter()
+        with puts:
+            time.sleep(0.02)  # until the writes are steady
+            pairs.append((alone, bench.read(ours, _MIB, plan.lap)[0]))
+            single = _singles(bench, others)
+        rate = (bench.count("write_bytes") - written) / (time.perf_counter() - begun)
+        lates.append(max(single))
+        waits.append(_IN_FLIGHT / rate + statistics.median(bench.bare.latencies(_MIB, 0, 8)))
+    note = f"cold reads through DRAM, {count} blocks a call, while a thread puts blocks of 1 MiB that evict"
+    yield compared("nvme_read_1m_beside_writes", "GB/s", pairs, "the same reads without the puts", note)
+    yield compared(
+        "nvme_read_1m_behind_writes",
+        "s",
+        list(zip(waits, lates, strict=True)),
+        "writing what may be in flight, and one bare read",
+        "the longest of 16 cold reads of one block beside the same puts",
+    )
+
+
+def _singles(bench: DiskBench, keys: list[bytes]) -> list[float]:
+    times = []
+    for key, out in zip(bench.turn(keys, 16), split(bench.target, _MIB), strict=False):
+        begun = time.perf_counter()
+        (result,) = bench.store.get_into([key], [out])
+        times.append(time.perf_counter() - begun)
+        if not result.hit:
+            raise KvtierError(f"a block on NVMe was not read: {result}")
+    return times
+
+
+def event_loop(plan: Plan) -> Iterator[Row]:
+    """``asyncio_tick``: how late a timer of an event loop is at worst while the loop awaits reads at full rate."""
+    count = plan.batch // _MIB
+    with Store(Dram(int(plan.region * 1.1) + (8 << 20))) as store:
+        store.prefaulted(timeout=120)
+        keys = Keys().take(plan.region // _MIB)
+        source, target = huge_buffer(plan.batch), huge_buffer(plan.batch)
+        for at in chunks(len(keys), count):
+            store.put_many(keys[at], split(source, _MIB)[: at.stop - at.start])
+        lates = asyncio.run(_ticks(store, keys, split(target, _MIB), plan))
+    note = (
+        f"the latest tick of a {1e3 * _TICK_S:g} ms timer in {plan.spin_s:g} s, beside aget_into of {count} MiB a call"
+    )
+    yield measured("asyncio_tick", "s", lates, 5e-3, note)
+
+
+async def _ticks(store: Store, keys: list[bytes], outs: list[Bytes], plan: Plan) -> list[float]:
+    done = False
+
+    async def read() -> None:
+        while not done:
+            for at in chunks(len(keys), len(outs)):
+                await store.aget_into(keys[at], outs[: at.stop - at.start])
+
+    reader = asyncio.create_task(read())
+    lates = []
+    for _ in range(plan.pairs):
+        worst, until = 0.0, time.perf_counter() + plan.spin_s
+        while (now := time.perf_counter()) < until:
+            await asyncio.sleep(_TICK_S)
+            worst = max(worst, time.perf_counter() - now - _TICK_S)
+        lates.append(worst)
+    done = True
+    await reader
+    return lates
