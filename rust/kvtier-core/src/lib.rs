@@ -34,6 +34,7 @@ mod region;
 mod report;
 pub mod shares;
 mod space;
+mod spent;
 pub mod stats;
 pub mod store;
 mod transfers;

@@ -204,7 +204,7 @@ impl Inner {
         if flight.cold.codec != 0 {
             self.begin_coding();
         }
-        let pin = match self.reserve(0, flight.shape.pages(), tag, deadline) {
+        let pin = match self.reserve_loading(flight.shape.pages(), tag, deadline) {
             Ok((pin, claim)) => {
                 *flight.claim.lock() = Some(claim);
                 pin

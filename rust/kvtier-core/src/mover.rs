@@ -19,7 +19,7 @@ use crate::index::{Entry, NOWHERE};
 use crate::order::Known;
 use crate::policy::Handle;
 use crate::shares::{Claim, Need, Search};
-use crate::space::{Force, Left};
+use crate::space::{Force, Left, Made};
 use crate::store::Inner;
 use crate::write::{Sent, Why};
 
@@ -441,7 +441,10 @@ impl Inner {
                 if self.is_above(below, self.high) {
                     self.demote_to_low(below, 0, Need::Tier);
                 }
-                self.mover.is_writing()
+                match self.mover.is_writing() {
+                    true => Made::UnderWay,
+                    false => Made::Nothing,
+                }
             },
         );
         let (new, _claim) = match reserved {

@@ -191,6 +191,11 @@ impl Store {
                     if let Some(sum) = bytes.get_mut(tier) {
                         *sum += request.out.len;
                     }
+                    if tier == inner.memory.len() {
+                        inner.spent.note(h);
+                    } else {
+                        inner.spent.used(h);
+                    }
                     let stats = inner.tier_stats(tier);
                     stats.hits.add(1);
                     stats.hit_bytes.add(request.out.len as u64);

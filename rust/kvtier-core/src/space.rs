@@ -85,26 +85,31 @@ impl Inner {
         tag: u64,
         deadline: Instant,
     ) -> Result<(Pin, Claim)> {
+        self.reserve_pressing(tier, pages, tag, deadline, &mut self.presser(tier))
+    }
+
+    /// Has the mover see to a hole of so many pages, given what was achieved already.
+    pub(crate) fn presser(&self, tier: usize) -> impl FnMut(u32, Need, Made) -> Made {
         let mut asked = 0;
-        self.reserve_pressing(tier, pages, tag, deadline, &mut |wanted, need, made| {
+        move |wanted, need, made| {
             // Blocks that leave already should be enough, but those that were asked may stay.
             asked += u32::from(made == Made::Asked);
             if made == Made::Nothing || asked > 2 {
                 self.mover.press(tier, wanted, need);
             }
-            true
-        })
+            Made::UnderWay
+        }
     }
 
     /// As [`Inner::reserve`]; `press` sees to it that blocks move down for a hole of so many pages,
-    /// is told what was achieved already, and says whether there is anything to wait for.
+    /// is told what was achieved already, and says what it came to.
     pub(crate) fn reserve_pressing(
         &self,
         tier: usize,
         pages: u32,
         tag: u64,
         deadline: Instant,
-        press: &mut dyn FnMut(u32, Need, Made) -> bool,
+        press: &mut dyn FnMut(u32, Need, Made) -> Made,
     ) -> Result<(Pin, Claim)> {
         let memory = &self.memory[tier];
         let arena = &memory.arena;
@@ -173,11 +178,14 @@ impl Inner {
             }
             let mut hope = true;
             if wanted > 0 {
-                let made = self.make_room(tier, wanted, need);
+                let mut made = self.make_room(tier, wanted, need);
+                if made != Made::Room {
+                    made = press(wanted, need, made);
+                }
                 if made == Made::Room {
                     continue;
                 }
-                hope = press(wanted, need, made) || waiter.seen() != seen;
+                hope = made != Made::Nothing || waiter.seen() != seen;
             }
             let now = Instant::now();
             if hope && patient && now < deadline {

@@ -29,6 +29,7 @@ pub use crate::region::Region;
 pub use crate::report::{NamespaceReport, Report, ShareReport, TierReport};
 use crate::shares::{Quota, Shares};
 use crate::space::Charge;
+use crate::spent::Spent;
 use crate::stats::{StoreStats, TierStats};
 use crate::workers::{Crew, Workers};
 
@@ -77,6 +78,7 @@ pub(crate) struct Inner {
     pub(crate) readers: Workers,
     /// Does the copying of asynchronous puts, which may wait for room.
     pub(crate) writers: Workers,
+    pub(crate) spent: Spent,
     pub(crate) pinned: Mutex<hashbrown::HashMap<Id, (Pin, usize)>>,
     pub(crate) regions: Mutex<Vec<Weak<Region>>>,
     pub(crate) stats: StoreStats,
@@ -226,6 +228,7 @@ impl Store {
             readers: start("kvtier-reader", cores.clamp(2, 4))?,
             writers: start("kvtier-writer", 1)?,
             pinned: Mutex::default(),
+            spent: Spent::default(),
             regions: Mutex::default(),
             stats: StoreStats::default(),
             ages: Ages::new(clock.now()),

@@ -262,6 +262,38 @@ fn prefetches_run_in_their_order_and_urgent_ones_first() {
 }
 
 #[test]
+fn reads_do_not_wait_for_writes_where_what_was_read_before_can_make_room() {
+    // So large that the writes that may be under way leave the engine threads for reads.
+    const SIZE: usize = 120_000;
+    let device = GateDevice::new(16 << 20);
+    let ns = opaque(b"spent");
+    let store = over(4 << 20, device.clone(), |_| ());
+    let cold = put_blocks(&store, &ns, 8, SIZE, false);
+    store.close(soon()).unwrap();
+    let store = over(1 << 20, device.clone(), |_| ());
+    device.close(false, true);
+    // Memory is full of blocks that cannot be written; one leaves, for the first read.
+    let put = |n| try_put_by(&store, &ns, &key(n), &bytes(n, SIZE), None, Instant::now());
+    let last = (100..).find(|&n| put(n).is_err()).unwrap() - 1;
+    assert_eq!(store.remove(&ns, &[&key(last)]).unwrap(), [true]);
+    assert_eq!(get_all(&store, &ns, &cold), [Ok("nvme"); 8]);
+    // What was asked for again has earned its place.
+    assert_eq!(get_all(&store, &ns, &cold[7..]), [Ok("dram")]);
+    let mut out = vec![0; SIZE];
+    let target = Out {
+        ptr: out.as_mut_ptr(),
+        len: SIZE,
+    };
+    let (all, now) = (Selection::default(), Instant::now());
+    // SAFETY: the buffer lives through the call.
+    let stuck = unsafe { store.get_into(&ns, &[&key(0)], &[target], &all, now) };
+    assert_eq!(stuck.unwrap(), [Err(Miss::Full)]);
+    device.open();
+    assert_eq!(get_all(&store, &ns, &cold[..1]), [Ok("nvme")]);
+    store.close(soon()).unwrap();
+}
+
+#[test]
 fn a_prefetch_ends_when_it_is_cancelled_or_its_time_is_up() {
     let device = GateDevice::new(16 << 20);
     let ns = opaque(b"ends");
@@ -320,6 +352,7 @@ fn a_call_may_ask_for_more_than_memory_holds() {
     });
     // Leases hold what they have: the rest finds no room.
     let names = keys(&blocks);
+    let few = store.lease(&ns, &names[..4], true, soon()).unwrap();
     let leases = store.lease(&ns, &names, true, Instant::now()).unwrap();
     let held = leases.iter().filter(|l| l.is_ok()).count();
     assert!((4..=9).contains(&held), "{held}");
@@ -328,7 +361,7 @@ fn a_call_may_ask_for_more_than_memory_holds() {
             .iter()
             .any(|l| matches!(l, Err(Miss::Full | Miss::Deadline)))
     );
-    drop(leases);
+    drop((few, leases));
     assert_eq!(hits(&store, &ns, &blocks), 80);
     clear_and_check(&store);
 }
