@@ -92,6 +92,25 @@ def test_waiting_requests_are_fetched_while_one_runs(model: Any) -> None:
     assert all(job.cancelled for job in blocks.jobs)
 
 
+def test_a_request_that_is_taken_back_gives_its_share_of_the_lookahead_back(model: Any) -> None:
+    blocks = Recording(layout_of(model, BLOCK))
+    prompts = [PROMPT, *others(2)]
+    keys = [blocks.chain(tokens) for tokens in prompts]
+    for chain in keys[1:]:
+        blocks.blocks |= dict.fromkeys(chain, b"")
+    go = threading.Event()
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        engine._ahead = Lookahead(blocks, len(keys[1]) * blocks.layout.block_bytes, None)
+        with after_layers(model, lambda _: go.wait(WAIT) and None):
+            futures = [engine.submit(tokens, front=len(tokens)) for tokens in prompts]
+            assert [job.keys for job in blocks.jobs] == [keys[1]]
+            assert futures[1].cancel()
+            assert blocks.jobs[0].cancelled
+            assert [job.keys for job in blocks.jobs] == keys[1:]
+            go.set()
+            futures[2].result(WAIT)
+
+
 def test_requests_that_were_fetched_ahead_find_their_blocks_in_memory(model: Any, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     prompts = others(3)

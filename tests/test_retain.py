@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, FullError, StorageError
 from kvtier.integrations.reference import DictNamespace
 from kvtier.prefill import Prefill, PrefillEngine, layout_of, namespace
 from kvtier.prefill.attended import Attended, most_attended
-from kvtier.prefill.importance import SINKS
+from kvtier.prefill.importance import SINKS, AttentionMass
 from kvtier.prefill.model import cache_argument
 from test_prefill import CONFIGS, build, llama
 from test_prefill_engine import BLOCK, CACHED, CHUNK, PROMPT, WAIT, same, store_of
@@ -183,6 +183,49 @@ def test_a_load_that_fails_is_computed_with_all_of_its_tokens(model: Any) -> Non
     assert result.logits.isfinite().all()
 
 
+class Failing(DictNamespace):
+    """Its blocks are served, what lies beside them is not."""
+
+    def beside(self, name: str) -> DictNamespace:
+        class Broken(DictNamespace):
+            def get_into(self, *args: Any, **options: Any) -> Any:
+                raise StorageError("the drive failed")
+
+        return Broken(super().beside(name).layout)
+
+
+def test_a_store_that_cannot_say_what_was_attended_to_has_everything_loaded(model: Any) -> None:
+    blocks = Failing(layout_of(model, BLOCK))
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        cold = engine.run(PROMPT)
+        engine.flush(cold)
+        warm = engine.run(PROMPT, front=0, retain=FRACTION)
+    same(warm, cold)
+    assert warm.report.tokens_reused == CACHED
+
+
+def test_attention_to_blocks_that_were_all_refused_is_counted_to_none(model: Any) -> None:
+    class Full(DictNamespace):
+        def put_many(self, *args: Any, **options: Any) -> Any:
+            raise FullError("no room")
+
+    blocks = Full(layout_of(model, BLOCK))
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK, importance=True) as engine:
+        result = engine.run(PROMPT)
+        assert engine.flush(result, WAIT)
+    assert result.report.stored.blocks_refused == len(blocks.chain(PROMPT))
+    assert not blocks.beside("attention").blocks
+
+
+def test_products_beyond_fp16_spoil_no_sum() -> None:
+    mass = AttentionMass(8, queries=None)
+    large = torch.full((1, 2, 4, 8), 300.0, dtype=torch.float16)
+    mass.look(0, large, large, None, 1.0, None)
+    assert mass.mass.isfinite().all()
+    mass.look(0, large / 300, large / 300, None, 1.0, None)
+    assert (mass.mass[:4] > 0).all()
+
+
 def test_attention_adds_up_over_requests_and_a_restart(model: Any, tmp_path: Path) -> None:
     keys, sums = [], []
     for _ in range(2):
@@ -206,8 +249,8 @@ def test_what_counts_is_attention_by_visibility() -> None:
     assert most_attended(torch.stack([mass, seen]), 1.0).all()
 
 
-@pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan")])
-def test_what_is_no_fraction_is_refused(model: Any, fraction: float) -> None:
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan"), "0.5", [0.5]])
+def test_what_is_no_fraction_is_refused(model: Any, fraction: Any) -> None:
     with PrefillEngine(model, DictNamespace(layout_of(model, BLOCK)), chunk_tokens=CHUNK) as engine:
         with pytest.raises(ConfigError, match="retain="):
             engine.run(PROMPT, retain=fraction)

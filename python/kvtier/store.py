@@ -562,7 +562,8 @@ class Store(Namespace):
                 the store is closed. Default: as it was, at first a part of what no namespace has a guarantee of.
 
         Returns:
-            The namespace; making it twice gives the same blocks. Does not block.
+            The namespace; making it twice gives the same blocks. Does not block, but for a store's first namespace without a
+            codec over ``Nvme(codec="auto")``, which tries the drive (part of a second).
 
         Raises:
             ConfigError: for an unknown codec, or a lossy one for bytes that are no bf16, fp16 or fp32; for a quota that

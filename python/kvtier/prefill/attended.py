@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvtier.integrations.verbs import BlockNamespace
 from kvtier.prefill.importance import SINKS
@@ -28,12 +29,15 @@ class Attended:
         self._beside = blocks.beside("attention")
         self._tokens = blocks.layout.block_tokens
 
-    def read(self, keys: Sequence[bytes]) -> torch.Tensor:
+    def read(self, keys: Sequence[bytes], timeout: float | None = None) -> torch.Tensor:
         """Mass and visibility of the tokens of blocks, ``float32[2, tokens]``; 0 where nothing is known. Blocks as long as
-        a load of a few bytes takes.
+        a load of a few bytes takes, and for ``timeout`` seconds at most; ``None`` is the store's default.
+
+        Raises:
+            DeadlineError, StorageError, CorruptError, FullError: where the store cannot serve.
         """
         found = np.zeros((len(keys), 2, self._tokens), np.float32)
-        results = self._beside.get_into(keys, list(found.reshape(len(keys), -1).view(np.uint8))) if keys else []
+        results = self._beside.get_into(keys, list(_bytes(found)), timeout=timeout)
         for part, result in zip(found, results, strict=True):
             if not result.hit:
                 part[:] = 0
@@ -44,8 +48,13 @@ class Attended:
         sums = self.read(keys) + more
         parts = sums.numpy().reshape(2, len(keys), self._tokens).swapaxes(0, 1)
         self._beside.remove(keys)  # a key's bytes do not change, so they are replaced
-        self._beside.put_many(keys, list(np.ascontiguousarray(parts).reshape(len(keys), -1).view(np.uint8)))
+        self._beside.put_many(keys, list(_bytes(np.ascontiguousarray(parts))))
         return sums
+
+
+def _bytes(parts: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """``float32[blocks, 2, block_tokens]`` as a row of bytes a block; of no blocks too."""
+    return parts.view(np.uint8).reshape(len(parts), parts.itemsize * math.prod(parts.shape[1:]))
 
 
 def most_attended(attended: torch.Tensor, fraction: float) -> torch.Tensor:

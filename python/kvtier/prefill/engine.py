@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -26,7 +27,7 @@ from kvtier.prefill.model import forward, layout_of, namespace, synchronise
 from kvtier.prefill.plan import Meter, plan
 from kvtier.prefill.prompt import check_fraction, check_parts, token_ids
 from kvtier.prefill.report import PrefillReport
-from kvtier.prefill.storing import WriteBack, Writer, held
+from kvtier.prefill.storing import UNAVAILABLE, WriteBack, Writer, held
 from kvtier.prefill.timeline import Event, busy
 
 __all__ = ["Prefill", "PrefillEngine"]
@@ -177,7 +178,7 @@ class PrefillEngine:
         """As :meth:`run`, in the background: requests run in the order in which they were submitted, and while one runs,
         what the next ones need is fetched from NVMe to memory, as far as ``lookahead`` goes.
 
-        Does not block. The future's ``result()`` is the prefill.
+        Does not block. The future's ``result()`` is the prefill; ``cancel()`` takes back one that has not begun.
         """
         tokens = token_ids(input_ids, self.model)
         check_fraction(retain)
@@ -190,8 +191,9 @@ class PrefillEngine:
 
         future = self._queue.submit(work)
         self._ahead.add(number, keys)
-        if future.done() or future.running():
+        if future.running():
             self._ahead.take(number)
+        future.add_done_callback(lambda _: self._ahead.take(number))  # also of one that was cancelled
         return future
 
     def step(self, token: int, cache: DynamicCache) -> torch.Tensor:
@@ -331,7 +333,8 @@ class _Run:
         asked = None if self.asked is None else min(-(-self.asked // self.chunk) * self.chunk, cached)
         kept = None
         if self.retain < 1 and blocks:
-            kept = most_attended(self.engine._attended.read(self.keys[:blocks]), self.retain)
+            with suppress(*UNAVAILABLE):  # then nothing is known, and everything is loaded
+                kept = most_attended(self.engine._attended.read(self.keys[:blocks], self.engine.timeout), self.retain)
         chosen = plan(
             cached,
             len(self.tokens) - cached,

@@ -94,6 +94,8 @@ class AttentionMass:
             if window is not None:
                 visible &= keys[None] > at[:, None] - window
         weights = scores.masked_fill_(~visible, -torch.inf).softmax(-1)
+        # Products may overflow in fp16 where the model's own do not: what is no number would be one in no sum after it.
+        weights = weights.nan_to_num_(0)
         self.mass[:length] += weights.view(-1, length).sum(0).cpu() / heads
         self.seen[:length] += visible.sum(0).cpu()
 

@@ -37,7 +37,11 @@ def check_fraction(retain: float | None) -> None:
     Raises:
         ConfigError: where it is not.
     """
-    if retain is not None and not 0 < retain <= 1:
+    try:
+        good = retain is None or 0 < retain <= 1
+    except TypeError:
+        good = False
+    if not good:
         raise ConfigError(
             f"retain={retain!r} is not a fraction; allowed are numbers above 0 up to 1, where 1 loads all"
         )
