@@ -60,8 +60,8 @@ REASONS = {
     "back, the check and the copy",
     "nvme_read": "who asked verifies and copies, and the pipeline fills and drains once a batch: with batches of 8, 32 and "
     "256 MiB, 1 MiB blocks came at 2.7, 3.1 and 3.5 GB/s, and 64 KiB blocks at 2.6, 3.0 and 3.3",
-    "nvme_read_1m_beside_writes": "memory is full of blocks that are only there, so each block that is read there first pushes "
-    "one down: reads wait for writes, and share the device with those of the puts",
+    "nvme_read_1m_beside_writes": "memory is full of blocks that must be written before they leave. The first reads wait for "
+    "that; those after them take the places of the first, so fewer are under way than without the puts. Both share the drive",
     "nvme_write": "the store copies, verifies again, journals and frees, where the bare loop only writes. The small DRAM "
     "tier of the quick run (128 MiB) limits what is on its way down: over 512 MiB, 1 MiB blocks went a third faster",
     "victim_share_64k": "borrowing 4,096 buffers takes 0.35 ms of a call's 13.6, under the interpreter's lock; making as many "

@@ -156,12 +156,13 @@ def test_a_tiny_run_gives_every_row_and_leaves_nothing_behind(tmp_path: Path) ->
     wanted = {f"dram_{verb}_{size}" for verb in ("get", "put") for size in ("64k", "1m", "64k_single")}
     wanted |= {f"nvme_{verb}_{size}" for verb in ("read", "write") for size in ("64k", "256k", "1m")}
     wanted |= {"nvme_read_64k_single", "nvme_read_1m_cpu_s_per_gib", "lease_1000", "match_4096", "victim_share"}
+    wanted |= {"nvme_read_1m_beside_writes", "nvme_read_1m_behind_writes", "asyncio_tick"}
     wanted |= {"index_bytes_per_block", "index_bytes_per_block_126", "restart_s_per_million", "idle_cpu_share"}
     assert wanted <= rows.keys()
     assert all(row.value is not None and math.isfinite(row.value) and row.value >= 0 for row in rows.values())
     assert "extrapolated" in rows["restart_s_per_million"].note
     assert 50 < (rows["index_bytes_per_block"].value or 0) < 2000
-    assert len(said) == 7
+    assert len(said) == 8
     assert list(tmp_path.iterdir()) == []
 
 
@@ -173,11 +174,11 @@ def test_what_cannot_be_measured_says_so_and_the_rest_goes_on(tmp_path: Path, mo
     def nothing(*_: object) -> Iterator[Row]:
         yield Row("x", 1.0, "1")
 
-    for name in ("memory_rows", "lookups", "index_size", "restart", "victim", "idle"):
+    for name in ("memory_rows", "lookups", "index_size", "restart", "victim", "event_loop", "idle"):
         monkeypatch.setattr(suite, name, nothing)
     monkeypatch.setattr(suite, "disk_rows", refused)
     rows = list(store_suite(TINY, tmp_path))
-    assert [row.name for row in rows] == ["x", "nvme", "x", "x", "x", "x", "x"]
+    assert [row.name for row in rows] == ["x", "nvme", "x", "x", "x", "x", "x", "x"]
     assert rows[1].value is None
     assert rows[1].note == "not measured: io_uring is forbidden"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvtier.bench.figures import Pair, Row, compared, measured
 from kvtier.bench.memory import Bytes, Keys, chunks, huge_buffer, split
@@ -26,10 +26,13 @@ _TICK_S = 0.001
 def reads_beside_writes(bench: DiskBench) -> Iterator[Row]:
     """``nvme_read_1m_beside_writes`` and ``nvme_read_1m_behind_writes``, while a thread puts fresh blocks all the time."""
     plan = bench.plan
-    count = plan.front // (2 * _MIB)
+    count = plan.lap // (4 * _MIB)
+    keys: list[bytes] = []
 
     def put() -> bool:
-        bench.put(bench.keys.take(8), _MIB)
+        fresh = bench.keys.take(4)
+        bench.put(fresh, _MIB)
+        keys.extend(fresh)
         return True
 
     puts = Transfers(put)
@@ -37,18 +40,15 @@ def reads_beside_writes(bench: DiskBench) -> Iterator[Row]:
     lates: list[float] = []
     waits: list[float] = []
     for _ in range(plan.pairs):
-        # Anew each time: the puts evict what was read least lately. Others push what was read out of memory.
-        keys = bench.fill(_MIB)
-        ours, others = keys[:count], keys[count : 4 * count]
-        alone = bench.read(ours, _MIB, plan.lap)[0]
-        bench.read(others, _MIB, plan.lap)
+        keys[:] = bench.fill(_MIB)
+        alone = bench.read(keys[:count], _MIB, plan.lap)[0]
         written, begun = bench.count("write_bytes"), time.perf_counter()
         with puts:
-            time.sleep(0.02)  # until the writes are steady
-            pairs.append((alone, bench.read(ours, _MIB, plan.lap)[0]))
-            single = _singles(bench, others)
+            while bench.count("write_bytes") < written + plan.front // 4:  # until the writes are steady
+                time.sleep(0.0005)
+            pairs.append((alone, bench.read(_newest(bench.store, keys, count), _MIB, plan.lap)[0]))
+            lates.append(max(_singles(bench, _newest(bench.store, keys, 8))))
         rate = (bench.count("write_bytes") - written) / (time.perf_counter() - begun)
-        lates.append(max(single))
         waits.append(_IN_FLIGHT / rate + statistics.median(bench.bare.latencies(_MIB, 0, 8)))
     note = f"cold reads through DRAM, {count} blocks a call, while a thread puts blocks of 1 MiB that evict"
     yield compared("nvme_read_1m_beside_writes", "GB/s", pairs, "the same reads without the puts", note)
@@ -57,13 +57,24 @@ def reads_beside_writes(bench: DiskBench) -> Iterator[Row]:
         "s",
         list(zip(waits, lates, strict=True)),
         "writing what may be in flight, and one bare read",
-        "the longest of 16 cold reads of one block beside the same puts",
+        "the longest of 8 cold reads of one block beside the same puts",
     )
 
 
-def _singles(bench: DiskBench, keys: list[bytes]) -> list[float]:
+def _newest(store: Store, keys: Sequence[bytes], count: int) -> list[bytes]:
+    """Of the blocks that are on NVMe only, those that will stay longest."""
+    taken: list[bytes] = []
+    for key in reversed(keys):
+        if len(taken) == count:
+            break
+        if list(store.match([key]).tiers) == ["nvme"]:
+            taken.append(key)
+    return taken
+
+
+def _singles(bench: DiskBench, keys: Sequence[bytes]) -> list[float]:
     times = []
-    for key, out in zip(bench.turn(keys, 16), split(bench.target, _MIB), strict=False):
+    for key, out in zip(keys, split(bench.target, _MIB), strict=False):
         begun = time.perf_counter()
         (result,) = bench.store.get_into([key], [out])
         times.append(time.perf_counter() - begun)
