@@ -231,6 +231,11 @@ def test_what_is_wrong_is_said() -> None:
         codecs.decode(frames, layers=(0, 2))
     with pytest.raises(InvalidBlockError, match="tokens"):
         codecs.decode(frames, tokens=(3, 17))
+    for out in (None, np.empty(64, np.uint8)):
+        for part in ((-1, 1), (0, 1, 2), (0.5, 1), (2, 1)):
+            for what in ("layers", "tokens"):
+                with pytest.raises(InvalidBlockError, match=what):
+                    codecs.decode(frames, out=out, **{what: part})
     with pytest.raises(InvalidBlockError, match="another size"):
         codecs.decode(frames, out=np.empty(5, np.uint8))
 

@@ -104,6 +104,17 @@ def test_looking_changes_no_bit_and_leaves_the_model_as_it_was(monkeypatch: pyte
     assert model.config._attn_implementation == implementation
 
 
+def test_a_model_that_is_watched_already_is_counted_once() -> None:
+    model, ids = build(llama()), torch.tensor([PROMPT])
+    alone, within = AttentionMass(len(PROMPT)), AttentionMass(len(PROMPT))
+    with watching(model, alone):
+        model(input_ids=ids)
+    with watching(model, AttentionMass(len(PROMPT))), watching(model, within):
+        model(input_ids=ids)
+    assert torch.equal(within.seen, alone.seen)
+    assert torch.equal(within.mass, alone.mass)
+
+
 def test_blocks_get_their_scores_and_sinks_the_highest() -> None:
     model = build(llama())
     blocks = DictNamespace(layout_of(model, BLOCK))

@@ -423,6 +423,14 @@ def test_the_meter_finds_what_passes_take(model: Any) -> None:
     assert measured.rates["dram"][0] == pytest.approx(1 / 2000)
 
 
+def test_chunks_of_one_token_are_measured_too(model: Any) -> None:
+    with PrefillEngine(model, DictNamespace(layout_of(model, 1)), chunk_tokens=1) as engine:
+        cold = engine.run(PROMPT[:9])
+        engine.flush(cold)
+        same(engine.run(PROMPT[:9], front=0), cold)
+        same(engine.run(PROMPT[:9]), cold)
+
+
 def test_a_rate_that_is_not_used_is_measured_again(model: Any) -> None:
     """Else one slow load would decline a tier for ever."""
     meter = Meter(model, CHUNK)

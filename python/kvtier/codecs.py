@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from kvtier import _kvtier, buffers
 from kvtier.errors import ConfigError, InvalidBlockError
-from kvtier.layout import DTYPES, KVLayout, dtype_name
+from kvtier.layout import DTYPES, KVLayout, Span, dtype_name, span_of
 
 __all__ = [
     "LOSSY",
@@ -128,7 +128,7 @@ def encode(codec: str, array: Any, *, layout: KVLayout | None = None, threads: i
     Args:
         codec: one of :data:`NAMES`.
         array: C-contiguous ``[layers, 2, tokens, heads, dim]``, ``[2, tokens, heads, dim]`` or ``[layers, tokens, width]``
-            of bf16, fp16 or fp32 (NumPy, ml_dtypes, torch on the CPU, DLPack); another dtype is only compressed.
+            of bf16, fp16 or fp32 (NumPy, ml_dtypes, torch on the CPU, DLPack); fp8, int8 and uint8 are only compressed.
             With ``layout``: a block of it, in any shape.
         layout: says what the bytes mean.
         threads: at most so many share the segments. The GIL is released.
@@ -137,7 +137,7 @@ def encode(codec: str, array: Any, *, layout: KVLayout | None = None, threads: i
         One frame a layer, one after another. Blocks while it computes.
 
     Raises:
-        ConfigError: for an unknown codec.
+        ConfigError: for an unknown codec or dtype.
         InvalidBlockError: for a shape or a size that is none of these.
     """
     if isinstance(array, bytes | bytearray | memoryview):
@@ -179,8 +179,8 @@ def decode(
     data: Any,
     *,
     out: Any = None,
-    layers: tuple[int, int] | None = None,
-    tokens: tuple[int, int] | None = None,
+    layers: Span = None,
+    tokens: Span = None,
     threads: int = 1,
 ) -> Any:
     """Decode frames.
@@ -188,8 +188,8 @@ def decode(
     Args:
         data: what :func:`encode` returned, or some whole frames of it.
         out: C-contiguous memory of the right size to decode into; default: a new array.
-        layers: ``(start, stop)``: only these frames. The others are not looked at.
-        tokens: ``(start, stop)``: only these tokens of each. Without zstd the others are not decoded.
+        layers: ``(start, stop)`` or a range: only these frames. The others are not looked at.
+        tokens: ``(start, stop)`` or a range: only these tokens of each. Without zstd the others are not decoded.
         threads: at most so many share the frames. The GIL is released.
 
     Returns:
@@ -202,25 +202,24 @@ def decode(
         InvalidBlockError: for a range outside, or an ``out`` of another size.
     """
     found = frames(data)
-    first, last = (0, len(found)) if layers is None else layers
-    if not 0 <= first <= last <= len(found):
+    part = span_of("tokens", tokens)
+    first, last = span_of("layers", layers) or (0, len(found))
+    if not first <= last <= len(found):
         raise InvalidBlockError(
             f"layers ({first}, {last}) were asked for; there are {len(found)} frames, counted from 0"
         )
-    if out is not None:
-        target = buffers.export(out, None, None, 0, True)
-        _kvtier.codec_decode(data, (first, last), tokens, target, threads)
-        return out
     shapes = []
     for frame in found[first:last]:
         planes, count, heads, dim = frame.dims
-        start, stop = (0, count) if tokens is None else tokens
-        if not 0 <= start <= stop <= count:
+        start, stop = part or (0, count)
+        if not start <= stop <= count:
             raise InvalidBlockError(f"tokens ({start}, {stop}) were asked for; a frame has {count}, counted from 0")
         shapes.append((frame.dtype, planes, stop - start, heads, dim))
     size = sum(DTYPES[dtype] * int(np.prod(dims)) for dtype, *dims in shapes)
-    result = np.empty(size, np.uint8)
-    _kvtier.codec_decode(data, (first, last), tokens, result, threads)
+    result = np.empty(size, np.uint8) if out is None else buffers.export(out, None, None, 0, True)
+    _kvtier.codec_decode(data, (first, last), part, result, threads)
+    if out is not None:
+        return out
     if len(set(shapes)) != 1:
         return result
     dtype, *dims = shapes[0]

@@ -7,18 +7,22 @@ size. An ``opaque`` block is an engine's own bytes, kept as they are.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from kvtier import canonical
-from kvtier.errors import ConfigError, UnsupportedError
+from kvtier.errors import ConfigError, InvalidBlockError, UnsupportedError
 
-__all__ = ["DTYPES", "KVLayout", "Segment", "dtype_name"]
+__all__ = ["DTYPES", "KVLayout", "Segment", "Span", "dtype_name", "span_of"]
 
 Kind = Literal["gqa", "mla", "opaque"]
+
+Span: TypeAlias = range | slice | tuple[int, int] | None
+"""A range of layers or tokens: ``range(2, 5)``, ``slice(2, 5)`` or ``(2, 5)``; ``None`` is all of them."""
 
 DTYPES: Mapping[str, int] = {
     "fp32": 4,
@@ -367,3 +371,29 @@ class _Reader:
             raise UnsupportedError(
                 "layers that share another layer's KV have no layout here: build one for the layers that keep their own"
             )
+
+
+def span_of(what: Literal["layers", "tokens"], span: Span) -> tuple[int, int] | None:
+    """The ends of a span of ``what``.
+
+    Raises:
+        InvalidBlockError: where it is none. Whether a block has them is not looked at.
+    """
+    match span:
+        case None:
+            return None
+        case range() | slice() if span.step in (None, 1):
+            ends: tuple[Any, Any] = (span.start, span.stop)
+        case (start, stop):
+            ends = (start, stop)
+        case _:
+            ends = (None, None)
+    try:
+        first, last = map(operator.index, ends)
+    except TypeError:
+        first, last = -1, -1
+    if not (0 <= first < 2**32 and 0 <= last < 2**32):
+        raise InvalidBlockError(
+            f"{what}={span!r} was given; allowed are range(start, stop) or (start, stop), from 0 on"
+        )
+    return first, last

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from kvtier.errors import ClosedError, ConfigError, DeadlineError, InvalidBlockE
 from kvtier.identity import Identity
 from kvtier.job import Job
 from kvtier.keys import Extras, Tokens
-from kvtier.layout import KVLayout
+from kvtier.layout import KVLayout, Span, span_of
 from kvtier.lease import Lease
 from kvtier.machine import usable_memory
 from kvtier.quota import Amount, Quota
@@ -28,10 +27,7 @@ from kvtier.results import Match, PutResult, Result, put_result, put_results, re
 from kvtier.tiers.backend import DeviceBackend
 from kvtier.tiers.hbm import HbmTier, countdown, is_on_host, open_tier
 
-__all__ = ["Namespace", "Span", "Store"]
-
-Span: TypeAlias = range | slice | tuple[int, int] | None
-"""A range of layers or tokens: ``range(2, 5)``, ``slice(2, 5)`` or ``(2, 5)``; ``None`` is all of them."""
+__all__ = ["Namespace", "Store"]
 
 _GOALS = ("hbm", "dram", "cxl")
 
@@ -287,7 +283,7 @@ class Namespace:
         Returns:
             ``uint8[bytes]``, in the layout's order; ``None`` for a miss.
         """
-        part = _span("layers", layers), _span("tokens", tokens)
+        part = span_of("layers", layers), span_of("tokens", tokens)
         (size,) = self._core.sizes(self._space, [key], *part)
         if size is None:
             return None
@@ -323,7 +319,7 @@ class Namespace:
             the reason ``"deadline"`` and a buffer inside a registered region, see :meth:`Store.register_region`; an array
             on a device may still be written to until its stream has come that far.
         """
-        part = _span("layers", layers), _span("tokens", tokens)
+        part = span_of("layers", layers), span_of("tokens", tokens)
         if self._hbm is not None:
             outs = list(outs)
             if (arrays := self._hbm.arrays(outs, self.layout)) is not None:
@@ -335,7 +331,7 @@ class Namespace:
         self, key: bytes, *, layers: Span = None, tokens: Span = None, timeout: float | None = None
     ) -> NDArray[np.uint8] | None:
         """As :meth:`get`, without blocking the event loop."""
-        part = _span("layers", layers), _span("tokens", tokens)
+        part = span_of("layers", layers), span_of("tokens", tokens)
         (size,) = self._core.sizes(self._space, [key], *part)
         if size is None:
             return None
@@ -363,7 +359,7 @@ class Namespace:
                 return await asyncio.to_thread(
                     self.get_into, keys, outs, layers=layers, tokens=tokens, timeout=timeout, stream=stream
                 )
-        part = _span("layers", layers), _span("tokens", tokens)
+        part = span_of("layers", layers), span_of("tokens", tokens)
         codes = await aio.operation(
             lambda to, token: self._core.start_get_into(self._space, keys, outs, *part, timeout, to, token)
         )
@@ -717,24 +713,3 @@ def _native(tier: Tier) -> dict[str, Any]:
         case Nvme():
             own = {"kind": "nvme", "paths": list(tier.paths), "engine": tier.engine}
     return own | {"size": tier.size_bytes, "emulate_gbs": tier.emulate_gbs}
-
-
-def _span(what: Literal["layers", "tokens"], span: Span) -> tuple[int, int] | None:
-    match span:
-        case None:
-            return None
-        case range() | slice() if span.step in (None, 1):
-            ends: tuple[Any, Any] = (span.start, span.stop)
-        case (start, stop):
-            ends = (start, stop)
-        case _:
-            ends = (None, None)
-    try:
-        first, last = map(operator.index, ends)
-    except TypeError:
-        first, last = -1, -1
-    if not (0 <= first < 2**32 and 0 <= last < 2**32):
-        raise InvalidBlockError(
-            f"{what}={span!r} was given; allowed are range(start, stop) or (start, stop), from 0 on"
-        )
-    return first, last

@@ -22,6 +22,7 @@ SINKS = 4
 """First tokens of a prompt, which every query attends to whatever they say."""
 
 _GOLDEN = (5**0.5 - 1) / 2
+_WATCHED = "kvtier_"
 _active = threading.local()
 
 
@@ -126,7 +127,8 @@ def watching(model: Any, mass: AttentionMass | None) -> Iterator[None]:
     if mass is None or base not in ALL_ATTENTION_FUNCTIONS:
         yield
         return
-    name = f"kvtier_{base}"
+    base = base.removeprefix(_WATCHED)  # another engine may watch this model right now
+    name = _WATCHED + base
     if name not in ALL_ATTENTION_FUNCTIONS:
         _register(name, base)
     before = getattr(_active, "mass", None)

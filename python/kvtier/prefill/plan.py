@@ -62,7 +62,7 @@ class Meter:
             self.spec: ModelSpec | None = start.model if start else ModelSpec.from_config(model.config)
         except (ConfigError, UnsupportedError):
             self.spec = None  # a model that the cost model does not know: everything stored is loaded
-        self._chunk = chunk
+        self._chunk = max(chunk, 2)  # the table has a pass of one token, and a longer one
         self._passes: deque[tuple[int, int, float]] = deque(maxlen=_PASSES)
         self._tiers: dict[str, _Rate] = {}
         self._lock = threading.Lock()

@@ -148,8 +148,11 @@ pub fn codec_decode(
     let tokens = tokens.as_ref();
     let fits = |wanted: &&[_]| many::decoded_len(wanted, tokens) == Some(room);
     let Some(wanted) = found.get(layers.0..layers.1).filter(fits) else {
+        let part = tokens.map_or("all tokens".into(), |t| {
+            format!("tokens ({}, {})", t.start, t.end)
+        });
         let why = format!(
-            "segments {layers:?} and tokens {tokens:?} of {} segments were asked for into {room} bytes; these are other ranges or another size than they have",
+            "layers {layers:?} and {part} of {} layers were asked for into {room} bytes; these are other ranges or another size than they have",
             found.len(),
         );
         return Err(raise(py, "InvalidBlockError", why));
