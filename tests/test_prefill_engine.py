@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier import Cxl, Dram, Nvme, Store
-from kvtier.errors import ConfigError
+from kvtier.errors import ClosedError, ConfigError
 from kvtier.integrations.reference import DictNamespace
 from kvtier.prefill import Prefill, PrefillEngine, forward, layout_of, namespace
 from kvtier.prefill.loading import layer_groups
@@ -401,6 +401,15 @@ def test_bad_settings_are_refused(model: Any) -> None:
         PrefillEngine(model, blocks, chunk_tokens=24)
     with pytest.raises(ConfigError, match="staging"):
         PrefillEngine(model, blocks, staging="ten")
+
+
+def test_a_closed_engine_begins_nothing(model: Any, stored: DictNamespace) -> None:
+    engine = PrefillEngine(model, stored, chunk_tokens=CHUNK)
+    engine.close()
+    engine.close()
+    for begin in (engine.run, engine.submit):
+        with pytest.raises(ClosedError, match="engine is closed"):
+            begin(PROMPT)
 
 
 def test_the_meter_finds_what_passes_take(model: Any) -> None:

@@ -91,7 +91,7 @@ class Namespace:
 
         Returns:
             The namespace; making it twice gives the same blocks. What is in it has a life of its own: removing a block here
-            removes nothing there. Does not block.
+            removes nothing there, and a quota of this namespace does not count it. Does not block.
         """
         return Namespace(self._core, canonical.encode({"beside": name, "of": self.digest}), KVLayout.opaque())
 

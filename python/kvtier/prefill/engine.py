@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvtier.config import Size, parse_size
-from kvtier.errors import ConfigError, KvtierError
+from kvtier.errors import ClosedError, ConfigError, KvtierError
 from kvtier.integrations.verbs import BlockNamespace
 from kvtier.kappa import Measured
 from kvtier.prefill.ahead import Lookahead
@@ -116,6 +116,7 @@ class PrefillEngine:
         self._attended = Attended(self.blocks)
         self._emulated = frozenset(self.blocks.emulated)
         self._running = threading.Lock()
+        self._closed = False
         self._ahead = Lookahead(self.blocks, parse_size(lookahead, "lookahead"), timeout)
         self._numbers = itertools.count()
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="kvtier-prefill")
@@ -148,12 +149,18 @@ class PrefillEngine:
         Raises:
             ConfigError: for an empty prompt, a batch, what is no token of the model, or no fraction.
             InvalidBlockError: where the model caches tensors of another shape or dtype than the layout says.
-            ClosedError: where the store is closed.
+            ClosedError: where the store or the engine is closed.
         """
         begun = time.perf_counter()
-        tokens = token_ids(input_ids, self.model)
-        check_fraction(retain)
+        tokens = self._asked(input_ids, retain)
         return self._run(tokens, self.blocks.chain(tokens), begun, front, overlap, retain)
+
+    def _asked(self, input_ids: Sequence[int] | torch.Tensor, retain: float | None) -> list[int]:
+        """The tokens of a request that may begin."""
+        if self._closed:
+            raise ClosedError("the engine is closed. Make a new one")
+        check_fraction(retain)
+        return token_ids(input_ids, self.model)
 
     def _run(
         self,
@@ -180,8 +187,7 @@ class PrefillEngine:
 
         Does not block. The future's ``result()`` is the prefill; ``cancel()`` takes back one that has not begun.
         """
-        tokens = token_ids(input_ids, self.model)
-        check_fraction(retain)
+        tokens = self._asked(input_ids, retain)
         keys = self.blocks.chain(tokens)
         number = next(self._numbers)
 
@@ -281,6 +287,7 @@ class PrefillEngine:
 
     def close(self) -> None:
         """Wait for what was submitted and for the write-back, and end all threads. Closing twice is allowed."""
+        self._closed = True
         self._queue.shutdown()
         self._writer.close()
         self._stages.close()
