@@ -82,9 +82,9 @@ impl Inner {
         let Some(life) = self.ages.life(ns.tag()) else {
             return;
         };
-        let now = self.ages.tick(self.clock.now());
         let old = {
             let shard = self.index.of(id);
+            let now = self.ages.tick(self.clock.now()); // nothing there was born after it
             let h = shard.find(id).filter(|&h| is_old(&shard, h, now, life));
             h.and_then(|h| Some((h, shard.get(h)?.epoch)))
         };
@@ -151,7 +151,7 @@ impl Inner {
         let turns = (first..first + SHARDS).map(|number| number % SHARDS);
         let mut found = false;
         for number in turns.filter(is_due).take(LOOKS) {
-            let old = self.old_of(number, now);
+            let old = self.old_of(number);
             ages.hand
                 .store(number + usize::from(old.len() < BATCH), Ordering::Relaxed);
             found |= !old.is_empty();
@@ -163,9 +163,10 @@ impl Inner {
     }
 
     /// Some blocks of a shard that are too old, and their namespaces. Notes when to look again.
-    fn old_of(&self, number: usize, now: u32) -> Vec<(u64, Known)> {
+    fn old_of(&self, number: usize) -> Vec<(u64, Known)> {
         let lives = self.ages.lives.lock().clone();
         let shard = self.index.shard(number as Handle);
+        let now = self.ages.tick(self.clock.now()); // nothing there was born after it
         let mut old = Vec::new();
         let mut due = NEVER;
         for h in shard.handles() {

@@ -50,6 +50,10 @@ impl Inner {
         let cold = self.cold.as_ref()?;
         let tier = self.memory.len();
         let need = Need::Block(tag);
+        let cap = self.order.lock().shares.cap(tier, tag);
+        if cap.is_some_and(|cap| u64::from(pages) > cap.pages) {
+            return None; // however much else leaves
+        }
         let claim = loop {
             if let Some(claim) = self.order.lock().shares.claim(tier, tag, pages) {
                 break claim;

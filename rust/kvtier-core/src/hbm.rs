@@ -71,6 +71,12 @@ impl HbmTier {
         }
     }
 
+    /// A copy has ended. Who waits for room since it was under way looks again.
+    fn end(&self, block: Known, how: Landing) {
+        self.transfers.end(block, how);
+        self.arena.notify();
+    }
+
     /// No copy begins any more; those under way end with nobody to hear of it.
     pub(crate) fn stop(&self) {
         drop(self.transfers.stop(Miss::Cancelled));
@@ -170,7 +176,7 @@ impl Batch {
             };
             let block = t.block;
             drop(t); // whoever hears of it finds its place free, or the block there
-            self.hbm.transfers.end(block, how);
+            self.hbm.end(block, how);
         }
     }
 
@@ -185,7 +191,7 @@ impl Drop for Batch {
         for t in std::mem::take(&mut self.transfers) {
             let (block, miss) = (t.block, self.fail());
             drop(t);
-            self.hbm.transfers.end(block, Err(miss));
+            self.hbm.end(block, Err(miss));
         }
     }
 }

@@ -396,7 +396,7 @@ impl Inner {
             let Some(pin) = self.memory[tier].arena.pin(entry.memory[tier]) else {
                 return false;
             };
-            (entry.clone(), pin, going)
+            (entry.clone(), pin, going.telling(&self.memory[tier].arena))
         };
         if tier + 1 < self.memory.len() {
             return self.copy_down(tier, h, &entry, (pin, going), force);

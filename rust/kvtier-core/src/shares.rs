@@ -12,6 +12,7 @@ use std::time::Duration;
 use hashbrown::HashMap;
 use kvtier_codec::image::PAGE;
 
+use crate::arena::Arena;
 use crate::error::{Error, Kind, Result};
 use crate::index::{PlainHash, grow};
 use crate::policy::{self, Handle, Meta, Policy};
@@ -80,20 +81,43 @@ impl Search {
 }
 
 /// Pages that count for as long as this lives: a block on its way into a tier, or out of it.
-#[derive(Debug)]
-pub(crate) struct Claim(Option<(Arc<AtomicU64>, u64)>);
+pub(crate) struct Claim {
+    on: Option<(Arc<AtomicU64>, u64)>,
+    /// Where somebody may wait for it to end.
+    tells: Option<Arc<Arena>>,
+}
 
 impl Claim {
+    /// Of somebody who has no share.
+    fn none() -> Self {
+        Claim {
+            on: None,
+            tells: None,
+        }
+    }
+
     fn on(sum: &Arc<AtomicU64>, pages: u64) -> Self {
         sum.fetch_add(pages, Ordering::SeqCst);
-        Claim(Some((sum.clone(), pages)))
+        Claim {
+            on: Some((sum.clone(), pages)),
+            tells: None,
+        }
+    }
+
+    /// Has those look again, once it ends, who wait for room in this memory tier.
+    pub(crate) fn telling(mut self, arena: &Arc<Arena>) -> Self {
+        self.tells = self.on.as_ref().map(|_| arena.clone());
+        self
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        if let Some((sum, pages)) = &self.0 {
+        if let Some((sum, pages)) = &self.on {
             sum.fetch_sub(*pages, Ordering::SeqCst);
+        }
+        if let Some(arena) = &self.tells {
+            arena.notify();
         }
     }
 }
@@ -471,7 +495,7 @@ impl Shares {
     pub(crate) fn claim(&self, tier: usize, tag: u64, pages: u32) -> Option<Claim> {
         let group = self.group_of(tag);
         if group == COMMON {
-            return Some(Claim(None));
+            return Some(Claim::none());
         }
         let part = &self.groups[group].parts[tier];
         let pages = u64::from(pages);
@@ -481,7 +505,7 @@ impl Shares {
     /// Counts a block of a namespace that is about to leave a tier. `None`: it may not.
     pub(crate) fn going(&self, tier: usize, tag: u64, pages: u32, need: Need) -> Option<Claim> {
         let claim = || match self.group_of(tag) {
-            COMMON => Claim(None),
+            COMMON => Claim::none(),
             group => Claim::on(&self.groups[group].parts[tier].going, pages.into()),
         };
         self.may_leave(tier, tag, need).then(claim)

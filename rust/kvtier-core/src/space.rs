@@ -120,7 +120,8 @@ impl Inner {
             let seen = waiter.seen();
             let mut need = Need::Block(tag);
             if claimed.is_none() {
-                claimed = self.order.lock().shares.claim(tier, tag, pages);
+                let claim = self.order.lock().shares.claim(tier, tag, pages);
+                claimed = claim.map(|claim| claim.telling(arena));
             }
             let charge = if tier == 0 && claimed.is_some() {
                 self.charge_metadata()

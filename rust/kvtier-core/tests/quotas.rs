@@ -111,6 +111,26 @@ fn a_cap_is_never_passed_and_makes_its_own_blocks_leave() {
 }
 
 #[test]
+fn a_block_above_its_cap_on_nvme_does_not_chase_the_others_away() {
+    let store = over(4 * MIB, RamDevice::new(16 * MIB), |_| ());
+    let tenant = opaque(b"tenant");
+    store
+        .set_quota(&tenant, &quota(&[0, 0], &[4 * MIB, MIB / 2]))
+        .unwrap();
+    fill(&store, &tenant, 0..8);
+    store.flush(soon()).unwrap();
+    let before = bytes_in(&store, &tenant, 1);
+    let large = vec![1; MIB as usize];
+    put(&store, &tenant, &key(99), &large, None);
+    assert_eq!(store.flush(soon()).unwrap_err().kind(), Kind::Full);
+    fill(&store, &opaque(b"other"), 100..220); // they leave DRAM, and the large one the store
+    assert_eq!(there(&store, &tenant, 99..100), 0);
+    assert_eq!(bytes_in(&store, &tenant, 1), before);
+    assert_eq!(there(&store, &tenant, 0..8), 8);
+    audit_accounts(&store);
+}
+
+#[test]
 fn what_is_held_at_a_cap_makes_its_namespace_full_and_no_other() {
     let store = dram(8 * MIB);
     let (tenant, other) = (opaque(b"tenant"), opaque(b"other"));

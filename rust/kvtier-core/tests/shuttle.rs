@@ -9,6 +9,8 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use common::*;
 use kvtier_core::arena::backing::{HugePages, anonymous};
@@ -18,7 +20,9 @@ use kvtier_core::error::Kind;
 use kvtier_core::hbm::Feed;
 use kvtier_core::jobs::Goal;
 use kvtier_core::put::{Block, Put};
+use kvtier_core::shares::Quota;
 use kvtier_core::store::{Namespace, Store};
+use kvtier_nvme::Clock;
 use shuttle::thread;
 
 const KEYS: u64 = 6;
@@ -31,8 +35,8 @@ fn orders(scenario: fn(u64)) {
     let rounds: usize = std::env::var("KVTIER_ROUNDS").map_or(1, |n| n.parse().unwrap());
     let run = |depth: Option<usize>, orders: usize| {
         // The same scenario again and again, and in turn what each thread does.
-        let turn = std::sync::atomic::AtomicU64::new(0);
-        let next = move || scenario(turn.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
+        let turn = AtomicU64::new(0);
+        let next = move || scenario(turn.fetch_add(1, Ordering::Relaxed));
         match depth {
             None => shuttle::check_random(next, orders),
             Some(depth) => shuttle::check_pct(next, orders, depth),
@@ -238,6 +242,113 @@ fn copies_to_hbm_among_evictions_removals_and_readers() {
         for tier in store.report().tiers {
             assert_eq!((tier.used, tier.blocks), (0, 0), "{tier:?}");
         }
+        store.close(soon()).unwrap();
+        copier.join().unwrap();
+    });
+}
+
+/// What two of the blocks take, and no more.
+fn two_blocks() -> Quota {
+    Quota {
+        cap: vec![Some(2 * (BLOCK as u64 + 8192))],
+        ..Quota::default()
+    }
+}
+
+/// Claims to a share come and go, and whoever waits at the cap hears of each.
+#[test]
+fn a_namespace_at_its_cap() {
+    orders(|turn| {
+        let store = match turn % 2 {
+            0 => Store::open(Config::new(vec![memory()], None)).unwrap(),
+            _ => nvme_below(),
+        };
+        store.set_quota(&opaque(b"races"), &two_blocks()).unwrap();
+        together(store, turn, 3, 4, false);
+    });
+}
+
+/// Each look at it takes longer than what ages are counted in.
+struct Slow(Instant, AtomicU32);
+
+impl Clock for Slow {
+    fn now(&self) -> Instant {
+        let looks = self.1.fetch_add(1, Ordering::Relaxed);
+        self.0 + Duration::from_millis(20) * looks
+    }
+}
+
+/// A block that is stored while somebody looks for it is not older than that look.
+#[test]
+fn a_look_at_a_block_that_is_being_stored() {
+    orders(|_| {
+        let clock = Slow(Instant::now(), 0.into());
+        let store = over(MEMORY, RamDevice::new(DEVICE), |config| {
+            config.memory = vec![memory()];
+            config.nvme.as_mut().unwrap().clock = Arc::new(clock);
+        });
+        let (store, ns) = (Arc::new(store), opaque(b"ages"));
+        let quota = Quota {
+            ttl: Some(Duration::from_secs(3600)),
+            ..Quota::default()
+        };
+        store.set_quota(&ns, &quota).unwrap();
+        let looks = {
+            let (store, ns) = (store.clone(), ns.clone());
+            thread::spawn(move || {
+                for n in 0..3 {
+                    store.contains(&ns, &[&key(n)]).unwrap();
+                }
+            })
+        };
+        for n in 0..3 {
+            put(&store, &ns, &key(n), &bytes(n, 10_000), None);
+        }
+        looks.join().unwrap();
+        for n in 0..3 {
+            assert_eq!(store.contains(&ns, &[&key(n)]).unwrap(), [true]);
+        }
+        store.close(soon()).unwrap();
+    });
+}
+
+/// Who waits for room in HBM until a copy ends hears of its end, also where it makes no room.
+#[test]
+fn a_block_that_a_copy_which_ends_makes_no_room_for() {
+    orders(|_| {
+        let all = Memory {
+            size: 4 * MEMORY,
+            ..memory()
+        };
+        let mut config = Config::new(vec![all], None);
+        config.hbm = Some(MEMORY);
+        let store = Store::open(config).unwrap();
+        let (pool, ns, feed) = (Pool::new(), opaque(b"races"), store.feed().unwrap());
+        let lift = |n| {
+            let job = store.prefetch(&ns, &[&key(n)], Goal::Hbm, None, 0);
+            job.unwrap()
+        };
+        for n in 0..4 {
+            put(&store, &ns, &key(n), &data(n), None);
+        }
+        put(&store, &ns, &key(4), &bytes(4, 2 * BLOCK), None);
+        let copier = {
+            let pool = pool.clone();
+            thread::spawn(move || pool.serve(&feed))
+        };
+        // Three places of four are somebody's for good; the fourth is copied to.
+        let mut mine = Vec::new();
+        for n in 0..3 {
+            while mine.len() == n as usize {
+                assert!(lift(n).wait(soon()));
+                let taken = store.place(&ns, &[&key(n)], &Default::default(), true);
+                mine.extend(taken.unwrap().into_iter().flatten());
+            }
+        }
+        let (fourth, large) = (lift(3), lift(4));
+        assert!(large.wait(soon()), "a copy that never ends");
+        assert!(large.results().unwrap()[0].is_err() && fourth.wait(soon()));
+        drop(mine);
         store.close(soon()).unwrap();
         copier.join().unwrap();
     });

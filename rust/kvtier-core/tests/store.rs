@@ -194,9 +194,16 @@ fn pins_alone_make_the_store_full() {
         }
     };
     assert_eq!(error.kind(), Kind::Full);
-    let late = Instant::now() + Duration::from_millis(1);
-    let error = try_put_by(&store, &ns, &key(500), &bytes(1, 60_000), None, late).unwrap_err();
-    assert_eq!(error.kind(), Kind::Deadline);
+    // On a loaded machine a short deadline has passed at the call: then there is no wait for it.
+    let waited = (0..14).any(|n| {
+        let late = Instant::now() + Duration::from_millis(1 << n);
+        let error = try_put_by(&store, &ns, &key(500), &bytes(1, 60_000), None, late);
+        match error.unwrap_err().kind() {
+            Kind::Full => false,
+            kind => kind == Kind::Deadline,
+        }
+    });
+    assert!(waited, "it was full whatever the deadline");
     leases.pop();
     assert_eq!(
         put(&store, &ns, &key(500), &bytes(1, 60_000), None),
