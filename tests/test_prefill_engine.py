@@ -401,6 +401,19 @@ def test_bad_settings_are_refused(model: Any) -> None:
         PrefillEngine(model, blocks, chunk_tokens=24)
     with pytest.raises(ConfigError, match="staging"):
         PrefillEngine(model, blocks, staging="ten")
+    for what in ("chunk_tokens", "reserve_tokens"):
+        for bad in (-1, 1.5, "16"):
+            with pytest.raises(ConfigError, match=what):
+                PrefillEngine(model, blocks, **{what: bad})
+
+
+@pytest.mark.parametrize("front", [-100, -1, 2.5, float("nan"), "3"])
+def test_a_front_that_is_no_number_of_tokens_is_refused(model: Any, stored: DictNamespace, front: Any) -> None:
+    with PrefillEngine(model, stored, chunk_tokens=CHUNK) as engine:
+        for begin in (engine.run, engine.submit):
+            with pytest.raises(ConfigError, match="front="):
+                begin(PROMPT, front=front)
+        assert engine.run(PROMPT, front=np.int64(CHUNK)).report.tokens_front == CHUNK
 
 
 def test_a_closed_engine_begins_nothing(model: Any, stored: DictNamespace) -> None:

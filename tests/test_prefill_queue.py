@@ -224,3 +224,17 @@ def test_a_cache_that_is_no_whole_sequence_is_refused(model: Any) -> None:
             engine.keep(PROMPT, cache)
         with pytest.raises(ConfigError, match="one whole sequence"):
             engine.keep(PROMPT, transformers.DynamicCache())
+
+
+def test_a_cache_of_other_tokens_is_not_generated_behind(model: Any) -> None:
+    blocks = DictNamespace(layout_of(model, BLOCK))
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        result = engine.run(PROMPT)
+        engine.flush(result)
+        with pytest.raises(ConfigError, match="the prompt has 50"):
+            next(engine.generate(PROMPT[:50], 20, after=result))
+        assert len(list(engine.generate(PROMPT, 20, after=result))) == 20
+        with pytest.raises(ConfigError, match="nothing was generated"):
+            next(engine.generate(PROMPT, 20, after=result, pick=lambda _: 3))
+        with pytest.raises(ConfigError, match="max_new_tokens"):
+            next(engine.generate(PROMPT, -1))

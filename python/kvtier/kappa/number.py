@@ -67,14 +67,14 @@ def larger(one: Any, other: Any) -> Any:
 
 
 def whole(what: str, value: object, least: int = 1) -> int:
-    """``value``, if it is a whole number of at least ``least``.
+    """``value``, if it is a whole number of at least ``least``, Python's or NumPy's.
 
     Raises:
         ConfigError: if it is not.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{what}={value!r} is not allowed; it must be a whole number of at least {least}")
-    return value
+    return int(value)
 
 
 def positive(what: str, value: object, *, zero: bool = False) -> float:

@@ -18,6 +18,7 @@ from kvtier.config import Size, parse_size
 from kvtier.errors import ClosedError, ConfigError, KvtierError
 from kvtier.integrations.verbs import BlockNamespace
 from kvtier.kappa import Measured
+from kvtier.kappa.number import whole
 from kvtier.prefill.ahead import Lookahead
 from kvtier.prefill.attended import Attended, most_attended
 from kvtier.prefill.cache import Room, RoomyLayer
@@ -68,7 +69,7 @@ class PrefillEngine:
         lookahead: memory of the store that may be filled ahead for requests that wait, see :meth:`submit`. Default 256 MiB.
 
     Raises:
-        ConfigError: for a grid that blocks do not fill, or a layout that is not the model's.
+        ConfigError: for a grid that blocks do not fill, a bad value, or a layout that is not the model's.
 
     A context manager; closing it waits for the write-back. Requests run one at a time; every method may be called from
     any thread.
@@ -89,6 +90,8 @@ class PrefillEngine:
         importance: bool = False,
     ) -> None:
         check_parts(model, store)
+        whole("chunk_tokens", chunk_tokens)
+        whole("reserve_tokens", reserve_tokens, 0)
         self.model = model
         self.blocks: BlockNamespace = namespace(store, model) if hasattr(store, "namespace") else store
         layout = self.blocks.layout
@@ -97,7 +100,7 @@ class PrefillEngine:
             raise ConfigError(
                 f"the namespace has {layout}, but this model keeps {expected}: make the namespace with namespace(store, model)"
             )
-        if chunk_tokens < 1 or chunk_tokens % layout.block_tokens:
+        if chunk_tokens % layout.block_tokens:
             raise ConfigError(
                 f"chunk_tokens={chunk_tokens} is not allowed; it must be a multiple of the layout's block_tokens={layout.block_tokens}, "
                 f"for example {max(1, round(chunk_tokens / layout.block_tokens)) * layout.block_tokens}"
@@ -147,18 +150,20 @@ class PrefillEngine:
             ``report.stored``.
 
         Raises:
-            ConfigError: for an empty prompt, a batch, what is no token of the model, or no fraction.
+            ConfigError: for an empty prompt, a batch, what is no token of the model, no number or no fraction.
             InvalidBlockError: where the model caches tensors of another shape or dtype than the layout says.
             ClosedError: where the store or the engine is closed.
         """
         begun = time.perf_counter()
-        tokens = self._asked(input_ids, retain)
+        tokens = self._asked(input_ids, front, retain)
         return self._run(tokens, self.blocks.chain(tokens), begun, front, overlap, retain)
 
-    def _asked(self, input_ids: Sequence[int] | torch.Tensor, retain: float | None) -> list[int]:
+    def _asked(self, input_ids: Sequence[int] | torch.Tensor, front: int | None, retain: float | None) -> list[int]:
         """The tokens of a request that may begin."""
         if self._closed:
             raise ClosedError("the engine is closed. Make a new one")
+        if front is not None:
+            whole("front", front, 0)
         check_fraction(retain)
         return token_ids(input_ids, self.model)
 
@@ -187,7 +192,7 @@ class PrefillEngine:
 
         Does not block. The future's ``result()`` is the prefill; ``cancel()`` takes back one that has not begun.
         """
-        tokens = self._asked(input_ids, retain)
+        tokens = self._asked(input_ids, front, retain)
         keys = self.blocks.chain(tokens)
         number = next(self._numbers)
 
@@ -223,13 +228,24 @@ class PrefillEngine:
             max_new_tokens: how many at most.
             stop: tokens that end it; they are not given.
             pick: makes a token of logits ``[1, vocabulary]``. Default: the largest.
-            after: the prefill of this prompt, where it was done already. Default: do it.
+            after: the prefill of this prompt, where it was done already; nothing may have been added to its cache. Default: do
+                it.
 
         Returns:
             An iterator of tokens. Blocks while each is computed. Whoever stops early closes it.
+
+        Raises:
+            ConfigError: as :meth:`run`, and for ``after`` with a cache of more or fewer tokens than the prompt's, whose KV
+                would be stored as another prompt's.
         """
         tokens = token_ids(input_ids, self.model)
+        whole("max_new_tokens", max_new_tokens, 0)
         logits, cache, _ = after or self.run(tokens)
+        if cache.get_seq_length() != len(tokens):
+            raise ConfigError(
+                f"after= has a cache of {cache.get_seq_length()} tokens, the prompt has {len(tokens)}: give the prefill of this "
+                "prompt, behind which nothing was generated yet"
+            )
         size, kept = self.blocks.layout.block_tokens, len(tokens)
         try:
             for _ in range(max_new_tokens):
