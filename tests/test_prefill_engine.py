@@ -406,6 +406,16 @@ def test_bad_settings_are_refused(model: Any) -> None:
             with pytest.raises(ConfigError, match=what):
                 PrefillEngine(model, blocks, **{what: bad})
 
+    for late in (-1, float("nan"), "x"):
+        with pytest.raises(ConfigError, match="timeout"):
+            PrefillEngine(model, blocks, chunk_tokens=CHUNK, timeout=late)  # type: ignore[arg-type]
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        result = engine.run(PROMPT)
+        for token in (-1, 256, 1.5):
+            with pytest.raises(ConfigError, match="token"):
+                engine.step(token, result.cache)  # type: ignore[arg-type]
+        assert result.cache.get_seq_length() == len(PROMPT)
+
 
 @pytest.mark.parametrize("front", [-100, -1, 2.5, float("nan"), "3"])
 def test_a_front_that_is_no_number_of_tokens_is_refused(model: Any, stored: DictNamespace, front: Any) -> None:

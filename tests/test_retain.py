@@ -226,6 +226,19 @@ def test_products_beyond_fp16_spoil_no_sum() -> None:
     assert (mass.mass[:4] > 0).all()
 
 
+def test_tokens_that_a_mask_of_either_kind_hides_are_not_counted() -> None:
+    query, key = torch.ones(1, 2, 4, 8), torch.ones(1, 2, 8, 8)
+    there = torch.tensor([1, 0, 0, 1, 1, 1, 1, 1])
+    causal = torch.ones(4, 8, dtype=torch.bool).tril(4) & there.bool()
+    seen = []
+    for mask in (there[None], causal[None, None]):
+        mass = AttentionMass(8, queries=None)
+        mass.look(0, query, key, mask, 1.0, None)
+        seen.append(mass.seen)
+        assert not mass.mass[1:3].any()
+    assert torch.equal(*seen)
+
+
 def test_attention_adds_up_over_requests_and_a_restart(model: Any, tmp_path: Path) -> None:
     keys, sums = [], []
     for _ in range(2):

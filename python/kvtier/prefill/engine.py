@@ -18,7 +18,7 @@ from kvtier.config import Size, parse_size
 from kvtier.errors import ClosedError, ConfigError, KvtierError
 from kvtier.integrations.verbs import BlockNamespace
 from kvtier.kappa import Measured
-from kvtier.kappa.number import whole
+from kvtier.kappa.number import positive, whole
 from kvtier.prefill.ahead import Lookahead
 from kvtier.prefill.attended import Attended, most_attended
 from kvtier.prefill.cache import Room, RoomyLayer
@@ -92,6 +92,8 @@ class PrefillEngine:
         check_parts(model, store)
         whole("chunk_tokens", chunk_tokens)
         whole("reserve_tokens", reserve_tokens, 0)
+        if timeout is not None:
+            positive("timeout", timeout, zero=True)
         self.model = model
         self.blocks: BlockNamespace = namespace(store, model) if hasattr(store, "namespace") else store
         layout = self.blocks.layout
@@ -208,9 +210,14 @@ class PrefillEngine:
         return future
 
     def step(self, token: int, cache: DynamicCache) -> torch.Tensor:
-        """Compute one more token behind a cache, between other requests; its logits, ``[1, vocabulary]``. Blocks."""
+        """Compute one more token behind a cache, between other requests; its logits, ``[1, vocabulary]``. Blocks.
+
+        Raises:
+            ConfigError: for what is no token of the model; the cache is as it was then.
+        """
+        new = token_ids([token], self.model)
         with self._running:
-            return forward(self.model, [token], cache)
+            return forward(self.model, new, cache)
 
     def generate(
         self,

@@ -68,7 +68,8 @@ class AttentionMass:
                 than one layer does. Multiples of the golden ratio spread them evenly, however many layers there are.
             query: ``[1, heads, T, width]``, after RoPE.
             key: ``[1, KV heads, K + T, width]``, after RoPE.
-            mask: ``[1, 1, T, K + T]``, of flags or of numbers to add; ``None`` for causal.
+            mask: ``[1, 1, T, K + T]``, of flags or of numbers to add; or ``[1, K + T]``, which tokens are there, for causal;
+                ``None`` for causal of all.
             scaling: of the scores.
             window: tokens that a query sees, itself included; ``None`` for all.
         """
@@ -94,6 +95,8 @@ class AttentionMass:
             visible = keys[None] <= at[:, None]
             if window is not None:
                 visible &= keys[None] > at[:, None] - window
+            if mask is not None and mask.dim() == 2:
+                visible &= mask[0, :length].bool()
         weights = scores.masked_fill_(~visible, -torch.inf).softmax(-1)
         # Products may overflow in fp16 where the model's own do not: what is no number would be one in no sum after it.
         weights = weights.nan_to_num_(0)
