@@ -114,6 +114,7 @@ def test_what_is_found_can_be_priced(tmp_path: Path) -> None:
     path = write(tmp_path / "same.jsonl", line, line, line)
     out = run(path, "--policy", "lru", "--capacity", "1", "--price", "0.5,0.001", "--json")
     assert json.loads(out.output)["seconds_saved"] == pytest.approx(2 * (0.5 * 1000 + 0.001 * 1000**2))
+    assert "seconds saved" in run(path, "--policy", "lru", "--capacity", "1", "--price", "0.5,0.001").output
     assert run(path, "--price", "1,2,3").exit_code == 2
     assert run(path, "--price", "nan").exit_code == 2
 

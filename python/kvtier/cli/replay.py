@@ -86,7 +86,8 @@ def replay(
     begin, _, end = part.partition(":")
     bounds = _decimal("--part", begin), _decimal("--part", end)
     saved = None if price is None else _price(price)
-    points = []
+    points: list[Point] = []
+    seconds: list[float] = []
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
         for source in traces:
@@ -127,11 +128,15 @@ def replay(
                     record["tier_block_hit"] = [hits / max(1, outcome.references) for hits in outcome.tier_hits]
                     record["demoted_blocks"] = list(outcome.demoted)
                 if saved is not None:
-                    record["seconds_saved"] = saved(trace, outcome)
+                    seconds.append(saved(trace, outcome))
+                    record["seconds_saved"] = seconds[-1]
                 if as_json:
                     emit(record)
     if not as_json:
-        for table in _tables(points):
+        tables = _tables("token hit ratio", ".4f", points, [point.token_hit for point in points])
+        if saved is not None:
+            tables += _tables("seconds saved", ",.4g", points, seconds)
+        for table in tables:
             console.print(table)
     if plot is not None:
         plot.write_text(draw(points), encoding="utf-8")
@@ -199,17 +204,21 @@ def _kappa_price(model: str, hardware: str, link: str) -> Callable[[Trace, Outco
     return saved
 
 
-def _tables(points: list[Point]) -> list[Table]:
-    """Token hit ratios: a table a trace, a row a policy, a column a capacity."""
+def _tables(what: str, form: str, points: list[Point], values: list[float]) -> list[Table]:
+    """A value of each replay: a table a trace, a row a policy, a column a capacity."""
     tables = []
     for trace in dict.fromkeys(point.trace for point in points):
         mine = [point for point in points if point.trace == trace]
         capacities = list(dict.fromkeys(point.blocks for point in mine))
-        table = Table("token hit ratio", *(f"{blocks:,} blocks" for blocks in capacities), title=trace, box=None)
+        table = Table(what, *(f"{blocks:,} blocks" for blocks in capacities), title=trace, box=None)
         for column in table.columns[1:]:
             column.justify = "right"
         for name in dict.fromkeys(point.name for point in mine):
-            found = {point.blocks: point.token_hit for point in mine if point.name == name}
-            table.add_row(name, *(f"{found[blocks]:.4f}" for blocks in capacities))
+            found = {
+                point.blocks: value
+                for point, value in zip(points, values, strict=True)
+                if (point.trace, point.name) == (trace, name)
+            }
+            table.add_row(name, *(format(found[blocks], form) for blocks in capacities))
         tables.append(table)
     return tables
