@@ -1,9 +1,15 @@
 //! The fuzzers' targets, fed with seeded mutations of what is valid.
 
-use super::{Random, rounds};
+use super::Random;
 use crate::fuzzing::{BYTES, block, device, example, slot_image, superblock};
 
 const PAGE: usize = 4096;
+
+/// As everywhere, and a minute's worth in CI, all of the fuzzers together.
+fn rounds(count: u64) -> u64 {
+    let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
+    super::rounds(count) * if ci { 150 } else { 1 }
+}
 
 /// Changes a few bytes, some of them to what often breaks things.
 fn mutate(bytes: &mut [u8], random: &mut Random) {
