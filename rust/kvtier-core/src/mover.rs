@@ -170,6 +170,12 @@ impl Mover {
         state.in_flight == 0 && state.requests.is_empty()
     }
 
+    /// How many writes have begun, if none is under way.
+    fn quiet(&self) -> Option<u64> {
+        let state = self.state.lock();
+        state.writing.is_empty().then_some(state.begun)
+    }
+
     /// Blocks on their way to NVMe.
     pub(crate) fn writing(&self) -> usize {
         self.state.lock().writing.len()
@@ -326,6 +332,7 @@ impl Inner {
             need,
         };
         let mut search = Search::new(tier, need);
+        let mut quiet = self.mover.quiet();
         while free().is_some_and(|free| free < goal) {
             if self.reclaim_expired() {
                 continue;
@@ -357,8 +364,12 @@ impl Inner {
                 if !force.alone {
                     return; // all that is left is held
                 }
-                force.alone = false;
+                // What was being written meanwhile could not leave, but may now: a chain's last
+                // block perhaps, without which the first would take all of it with it.
+                let calm = quiet.is_some() && quiet == self.mover.quiet();
+                force.alone = !calm && self.mover.settle(Instant::now() + STALL);
                 search = Search::new(tier, need);
+                quiet = self.mover.quiet();
             }
         }
     }

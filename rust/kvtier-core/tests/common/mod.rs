@@ -430,10 +430,12 @@ pub fn put_blocks(
         let parent = blocks.last().filter(|_| chained).map(|b| b.0);
         let parent = parent.as_ref().map(|k| &k[..]);
         let data = bytes(n, len);
-        assert!(matches!(
-            put(store, ns, &key(n), &data, parent),
-            Put::Stored(_)
-        ));
+        let done = put(store, ns, &key(n), &data, parent);
+        assert!(
+            matches!(done, Put::Stored(_)),
+            "block {n}: {done:?}, {} in the store",
+            store.report().blocks
+        );
         blocks.push((key(n), data));
     }
     blocks
