@@ -293,7 +293,13 @@ def test_bad_prompts_are_refused(model: Any, tokens: Any) -> None:
         prefill(model, fresh(model), tokens, chunk_tokens=CHUNK)
 
 
-@pytest.mark.parametrize("chunk", [0, 8, 24, 33])
+@pytest.mark.parametrize("chunk", [0, -16, 2.5])
+def test_a_grid_of_no_tokens_is_refused(model: Any, chunk: Any) -> None:
+    with pytest.raises(ConfigError, match=f"chunk_tokens={chunk} .*at least 1"):
+        prefill(model, fresh(model), PROMPT, chunk_tokens=chunk)
+
+
+@pytest.mark.parametrize("chunk", [8, 24, 33])
 def test_a_grid_that_blocks_do_not_fill_is_refused(model: Any, chunk: int) -> None:
     with pytest.raises(ConfigError, match=f"chunk_tokens={chunk} .*block_tokens=16"):
         prefill(model, fresh(model), PROMPT, chunk_tokens=chunk)
