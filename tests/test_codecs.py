@@ -204,6 +204,20 @@ def test_altered_and_cut_frames_are_errors(codec: str, data: st.DataObject) -> N
         codecs.decode(cut, out=out)
 
 
+def test_equal_layers_go_to_the_threads_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    code = codecs._kvtier.codec_encode
+
+    def watch(codec: str, dtype: str, dims: Any, data: Any, threads: int) -> bytes:
+        sizes.append(len(data))
+        return code(codec, dtype, dims, data, threads)
+
+    monkeypatch.setattr(codecs._kvtier, "codec_encode", watch)
+    layout = KVLayout(layers=6, kv_heads=2, head_dim=16, dtype="bf16")
+    codecs.encode("int8", bytes(layout.block_bytes), layout=layout, threads=2)
+    assert sizes == [layout.block_bytes]
+
+
 def test_torch_and_threads() -> None:
     tensor = torch.randn(24, 2, 64, 4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     for codec in codecs.NAMES:

@@ -36,6 +36,7 @@ comes back. A negative zero may come back as a positive one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,8 +160,9 @@ def encode(codec: str, array: Any, *, layout: KVLayout | None = None, threads: i
         )
     parts = []
     at = 0
-    for dims in segment_dims(layout, tokens):
-        size = int(np.prod(dims)) * layout.itemsize
+    # Equal layers go together, so that threads can share them.
+    for dims, layers in groupby(segment_dims(layout, tokens)):
+        size = int(np.prod(dims)) * layout.itemsize * len(list(layers))
         parts.append(_kvtier.codec_encode(codec, element(layout.dtype), dims, view[at : at + size], threads))
         at += size
     return b"".join(parts)
