@@ -21,6 +21,7 @@ pub mod index;
 pub mod jobs;
 pub mod key;
 pub mod layout;
+pub mod lease;
 pub mod load;
 mod mover;
 pub mod order;

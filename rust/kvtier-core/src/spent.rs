@@ -7,9 +7,11 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use hashbrown::HashSet;
+
 use crate::arena::Pin;
 use crate::error::Result;
-use crate::index::Entry;
+use crate::index::{Entry, PlainHash};
 use crate::policy::Handle;
 use crate::shares::{Claim, Need};
 use crate::space::{Force, Left, Made};
@@ -21,29 +23,45 @@ const MOST: usize = 512;
 
 /// Blocks in the first memory tier that were read from NVMe and used once.
 #[derive(Default)]
-pub(crate) struct Spent(Mutex<VecDeque<Handle>>);
+pub(crate) struct Spent(Mutex<Blocks>);
+
+#[derive(Default)]
+struct Blocks {
+    /// In the order of their reads; those that are not in `once` any more stay here for a while.
+    order: VecDeque<Handle>,
+    once: HashSet<Handle, PlainHash>,
+}
 
 impl Spent {
     /// A block was loaded, and copied to who asked.
     pub(crate) fn note(&self, h: Handle) {
         let mut blocks = self.0.lock();
-        if blocks.len() == MOST {
-            blocks.pop_front();
+        if blocks.order.len() == MOST
+            && let Some(oldest) = blocks.order.pop_front()
+        {
+            blocks.once.remove(&oldest);
         }
-        blocks.push_back(h);
+        blocks.once.insert(h);
+        blocks.order.push_back(h);
     }
 
     /// A block in memory was used: if it is one of these, it has earned its place.
     pub(crate) fn used(&self, h: Handle) {
-        self.0.lock().retain(|&other| other != h);
+        self.0.lock().once.remove(&h);
     }
 
     fn len(&self) -> usize {
-        self.0.lock().len()
+        self.0.lock().once.len()
     }
 
     fn next(&self) -> Option<Handle> {
-        self.0.lock().pop_front()
+        let mut blocks = self.0.lock();
+        loop {
+            let h = blocks.order.pop_front()?;
+            if blocks.once.remove(&h) {
+                return Some(h);
+            }
+        }
     }
 }
 
@@ -88,11 +106,17 @@ impl Inner {
             };
             // What was dropped below since is not to be lost here.
             let beside = |e: &&Entry| e.is_beside(0);
-            let Some(entry) = self.index.shard(h).get(h).filter(beside).cloned() else {
+            let found = self
+                .index
+                .shard(h)
+                .get(h)
+                .filter(beside)
+                .map(|e| e.shape.pages());
+            let Some(size) = found else {
                 continue;
             };
             match self.evict(0, h, force) {
-                Left::Freed => freed += entry.shape.pages(),
+                Left::Freed => freed += size,
                 Left::Held => self.spent.note(h), // somebody copies it just now
                 Left::Dirty | Left::Gone => {}
             }

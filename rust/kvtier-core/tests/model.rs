@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use common::*;
 use kvtier_core::error::Kind;
 use kvtier_core::layout::Selection;
+use kvtier_core::lease::Leased;
 use kvtier_core::put::Put;
-use kvtier_core::read::Leased;
 use kvtier_core::store::{Namespace, Store};
 use proptest::prelude::*;
 

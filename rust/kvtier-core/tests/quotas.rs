@@ -424,7 +424,7 @@ struct Tenants {
     /// When each block was stored last.
     put: HashMap<(usize, u64), u64>,
     now: u64,
-    leases: Vec<kvtier_core::read::Leased>,
+    leases: Vec<kvtier_core::lease::Leased>,
 }
 
 impl Tenants {

@@ -4,8 +4,8 @@ use std::ffi::c_int;
 use std::mem::ManuallyDrop;
 
 use kvtier_core::fork::Generation;
+use kvtier_core::lease::Leased;
 use kvtier_core::load::Miss;
-use kvtier_core::read::Leased;
 use pyo3::ffi;
 use pyo3::prelude::*;
 

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use kvtier_core::error::{Error, Kind, Result};
 use kvtier_core::fork::Generation;
 use kvtier_core::jobs;
+use kvtier_core::lease::Leased;
 use kvtier_core::load::Miss;
 use kvtier_core::put::Put;
-use kvtier_core::read::{Got, Leased};
+use kvtier_core::read::Got;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 
