@@ -1,4 +1,4 @@
-"""`kvtier.store`: every verb of a store and a namespace, its waits and its errors."""
+"""`kvtier.store` and `kvtier.namespace`: every verb of a store and a namespace, its waits and its errors."""
 
 from __future__ import annotations
 

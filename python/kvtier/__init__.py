@@ -22,9 +22,10 @@ from kvtier.identity import Identity
 from kvtier.job import Job
 from kvtier.layout import KVLayout
 from kvtier.lease import Lease
+from kvtier.namespace import Namespace
 from kvtier.quota import Quota
 from kvtier.results import Match, PutResult, Result
-from kvtier.store import Namespace, Store
+from kvtier.store import Store
 
 __all__ = [
     "ClosedError",

@@ -15,9 +15,10 @@ from kvtier.config import MIN_TIER, Cxl, Dram, Nvme
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.identity import Identity
 from kvtier.integrations.tensors import BlockBuffer
+from kvtier.namespace import Namespace
 from kvtier.prefill import forward, layout_of
 from kvtier.prefill.cache import Room
-from kvtier.store import Namespace, Store
+from kvtier.store import Store
 
 __all__ = ["Rig", "RigTier"]
 
