@@ -16,6 +16,7 @@ from kvtier.keys import Extras, Tokens
 from kvtier.layout import KVLayout, Span, span_of
 from kvtier.lease import Lease
 from kvtier.results import Match, PutResult, Result, put_result, put_results, results
+from kvtier.tiers.backend import DeviceBackend
 from kvtier.tiers.hbm import HbmTier, countdown
 
 __all__ = ["Namespace"]
@@ -57,6 +58,11 @@ class Namespace:
         so.
         """
         return frozenset(kind for kind, tier in self._core.report()["tiers"].items() if tier["emulated"])
+
+    @property
+    def device(self) -> DeviceBackend | None:
+        """The device of the :class:`Hbm` tier, ``None`` without one."""
+        return None if self._hbm is None else self._hbm.backend
 
     def chain(self, token_ids: Tokens, extras: Extras | None = None, *, partial: bool = False) -> list[bytes]:
         """The keys of a prompt's blocks.

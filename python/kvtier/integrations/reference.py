@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvtier import canonical
 from kvtier.errors import InvalidBlockError
 from kvtier.layout import KVLayout
+from kvtier.tiers.backend import DeviceBackend
 
 __all__ = ["DictNamespace"]
 
@@ -65,6 +66,11 @@ class DictNamespace:
     def emulated(self) -> tuple[str, ...]:
         """None: a dict is as fast as it is."""
         return ()
+
+    @property
+    def device(self) -> DeviceBackend | None:
+        """None: all of it is in the process's memory."""
+        return None
 
     def chain(self, token_ids: Sequence[int], extras: None = None) -> list[bytes]:
         """One 32-byte key a full block of ``token_ids``; equal keys mean equal prefixes."""

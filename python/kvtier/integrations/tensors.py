@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvtier.errors import UnsupportedError
 from kvtier.layout import KVLayout
@@ -47,14 +47,13 @@ def layer_shapes(layout: KVLayout) -> list[tuple[int, int, int]]:
 
 
 class BlockBuffer:
-    """Room for a batch of full blocks, or of a few layers of each, in ``uint8`` memory on the host, with views of each
-    layer in it.
+    """Room for a batch of full blocks, or of a few layers of each, in ``uint8`` memory, with views of each layer in it.
 
     Args:
         layout: the blocks' layout, ``gqa`` or ``mla``.
         blocks: how many blocks it holds.
         layers: which layers of them; default all.
-        memory: ``uint8`` memory to use, at least as large; default its own.
+        memory: ``uint8`` memory to use, at least as large, on any device; default its own, on the host.
     """
 
     def __init__(
@@ -80,9 +79,10 @@ class BlockBuffer:
                 planes = segment.unflatten(1, (2, tokens, heads, key_width)).permute(1, 3, 0, 2, 4)
                 self._views.append((planes[0], planes[1]))
 
-    def rows(self, blocks: int) -> list[NDArray[np.uint8]]:
-        """The first ``blocks`` blocks as writable arrays of bytes, to put from or get into."""
-        return list(self._bytes[:blocks].numpy())
+    def rows(self, blocks: int) -> list[Any]:
+        """The first ``blocks`` blocks as writable arrays of bytes, to put from or get into: NumPy's, on a GPU torch's."""
+        some = self._bytes[:blocks]
+        return list(some.numpy() if some.device.type == "cpu" else some)
 
     def write_to(
         self, cache: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int, blocks: int, at: int = 0

@@ -5,12 +5,13 @@ reference.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.layout import KVLayout
+from kvtier.tiers.backend import DeviceBackend
 
 __all__ = ["BlockNamespace", "MatchLike", "PutResultLike", "ResultLike", "Transfer"]
 
@@ -63,6 +64,9 @@ class BlockNamespace(Protocol):
     @property
     def emulated(self) -> Collection[str]: ...
 
+    @property
+    def device(self) -> DeviceBackend | None: ...
+
     def chain(self, token_ids: Sequence[int], extras: None = None) -> list[bytes]: ...
 
     def beside(self, name: str) -> BlockNamespace: ...
@@ -80,7 +84,7 @@ class BlockNamespace(Protocol):
     def get_into(
         self,
         keys: Sequence[bytes],
-        outs: Sequence[NDArray[np.uint8]],
+        outs: Sequence[Any],
         *,
         layers: tuple[int, int] | None = None,
         tokens: tuple[int, int] | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.integrations.verbs import BlockNamespace, Transfer
 
@@ -16,8 +16,8 @@ _MEMORY = ("hbm", "dram", "cxl")
 @dataclass
 class _Waiting:
     keys: Sequence[bytes]
-    bytes: int = 0
-    job: Transfer | None = None
+    jobs: list[tuple[Transfer, str, int]] = field(default_factory=list)
+    """What is fetched, to which tier, and its bytes."""
 
 
 class Lookahead:
@@ -27,12 +27,13 @@ class Lookahead:
         blocks: where from.
         budget: bytes of blocks that are fetched ahead for requests that have not begun.
         deadline: seconds that a prefetch may take; ``None`` for no limit.
+        hbm: how much of it to HBM, first; what does not fit there goes to memory if it is not. Default nothing.
     """
 
-    def __init__(self, blocks: BlockNamespace, budget: int, deadline: float | None) -> None:
+    def __init__(self, blocks: BlockNamespace, budget: int, deadline: float | None, hbm: int = 0) -> None:
         self._blocks = blocks
-        self._left = budget
         self._deadline = deadline
+        self._left = {"hbm": min(hbm, budget), "dram": budget}
         self._lock = threading.Lock()
         self._waiting: dict[int, _Waiting] = {}
 
@@ -46,23 +47,30 @@ class Lookahead:
         """It begins now: what has not arrived is its own to load, and its share of the budget is the next one's."""
         with self._lock:
             waiting = self._waiting.pop(number, None)
-            if waiting is not None and waiting.job is not None:
-                waiting.job.cancel()
-                self._left += waiting.bytes
+            for job, goal, size in waiting.jobs if waiting is not None else ():
+                job.cancel()
+                self._pay(goal, -size)
             self._start()
 
     def _start(self) -> None:
+        """Begin what the budget has room for, under the lock."""
+        size = self._blocks.layout.block_bytes
         for waiting in self._waiting.values():
-            if waiting.job is not None:
+            if waiting.jobs:
                 continue
             match = self._blocks.match(waiting.keys)
-            wanted = [key for key, tier in zip(waiting.keys, match.tiers, strict=False) if tier not in _MEMORY]
-            fits = self._left // self._blocks.layout.block_bytes
-            if not wanted:
-                continue
-            if not fits:
-                return
-            wanted = wanted[:fits]
-            waiting.bytes = len(wanted) * self._blocks.layout.block_bytes
-            self._left -= waiting.bytes
-            waiting.job = self._blocks.prefetch(wanted, deadline=self._deadline)
+            found = list(zip(waiting.keys, match.tiers, strict=False))
+            for goal, there in (("hbm", ("hbm",)), ("dram", _MEMORY)):
+                room = min(self._left["dram"], self._left[goal]) // size
+                wanted = [key for key, tier in found if tier not in there][:room]
+                if wanted:
+                    self._pay(goal, len(wanted) * size)
+                    job = self._blocks.prefetch(wanted, to=goal, deadline=self._deadline)
+                    waiting.jobs.append((job, goal, len(wanted) * size))
+                    fetched = set(wanted)
+                    found = [(key, tier) for key, tier in found if key not in fetched]
+
+    def _pay(self, goal: str, size: int) -> None:
+        """What goes to HBM goes by way of memory."""
+        for tier in {goal, "dram"}:
+            self._left[tier] -= size

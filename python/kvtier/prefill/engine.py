@@ -23,7 +23,7 @@ from kvtier.prefill.ahead import Lookahead
 from kvtier.prefill.attended import Attended, most_attended
 from kvtier.prefill.cache import Room, RoomyLayer
 from kvtier.prefill.importance import AttentionMass, watching
-from kvtier.prefill.loading import Load, MissingError, Stages, bytes_to_read, layer_groups
+from kvtier.prefill.loading import Load, MissingError, Stages, bytes_to_read, is_device_of, layer_groups
 from kvtier.prefill.model import forward, layout_of, namespace, synchronise
 from kvtier.prefill.plan import Meter, plan
 from kvtier.prefill.prompt import check_fraction, check_parts, token_ids
@@ -62,7 +62,8 @@ class PrefillEngine:
         reserve_tokens: how many more tokens the returned cache takes before it has to move. Default 256.
         measured: what was measured before, see :class:`kvtier.kappa.Measured`. Default none: the first requests
             measure.
-        staging: memory for loads under way, see :func:`kvtier.config.parse_size`. Default 64 MiB.
+        staging: memory for loads under way, see :func:`kvtier.config.parse_size`, and as much on the device where the store
+            has an HBM tier on the model's. Default 64 MiB.
         backlog: memory of KV that may wait for its write-back; blocks beyond it are refused. Default 1 GiB.
         importance: whether to sample what each token is attended to, and give the store the score of each block, see
             :mod:`kvtier.prefill.importance`. Default no.
@@ -115,14 +116,18 @@ class PrefillEngine:
         sizes = [end - start for start, end in itertools.pairwise(layout.offsets)]
         self.groups = layer_groups(sizes)
         most = max(layout.offsets[group.stop] - layout.offsets[group.start] for group in self.groups)
-        self._stages = Stages(max(parse_size(staging, "staging"), 2 * most), pinned=model.device.type == "cuda")
+        device = self.blocks.device
+        self._hbm = is_device_of(device, model.device)
+        self._stages = Stages(max(parse_size(staging, "staging"), 2 * most), model.device, hbm=self._hbm)
         batch = max(1, min(chunk_tokens // layout.block_tokens, parse_size(staging, "staging") // layout.block_bytes))
         self._writer = Writer(self.blocks, timeout, batch, parse_size(backlog, "backlog"))
         self._attended = Attended(self.blocks)
         self._emulated = frozenset(self.blocks.emulated)
         self._running = threading.Lock()
         self._closed = False
-        self._ahead = Lookahead(self.blocks, parse_size(lookahead, "lookahead"), timeout)
+        # The other half of HBM is for the request that runs.
+        hbm = device.capacity // 2 if self._hbm and device is not None else 0
+        self._ahead = Lookahead(self.blocks, parse_size(lookahead, "lookahead"), timeout, hbm)
         self._numbers = itertools.count()
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="kvtier-prefill")
 
@@ -190,7 +195,8 @@ class PrefillEngine:
         retain: float | None = None,
     ) -> Future[Prefill]:
         """As :meth:`run`, in the background: requests run in the order in which they were submitted, and while one runs,
-        what the next ones need is fetched from NVMe to memory, as far as ``lookahead`` goes.
+        what the next ones need is fetched from NVMe to memory, and to HBM where that is on the model's device, as far as
+        ``lookahead`` goes.
 
         Does not block. The future's ``result()`` is the prefill; ``cancel()`` takes back one that has not begun.
         """
@@ -365,10 +371,12 @@ class _Run:
         if self.retain < 1 and blocks:
             with suppress(*UNAVAILABLE):  # then nothing is known, and everything is loaded
                 kept = most_attended(self.engine._attended.read(self.keys[:blocks], self.engine.timeout), self.retain)
+        # Without the model's device, a block in HBM is read from below.
+        tiers = [tier if self.engine._hbm or tier != "hbm" else "dram" for tier in match.tiers[:blocks]]
         chosen = plan(
             cached,
             len(self.tokens) - cached,
-            match.tiers[:blocks],
+            tiers,
             bytes_to_read(self.blocks.layout, kept, match.tiers[:blocks]),
             self.chunk,
             len(self.engine.groups),
@@ -411,7 +419,7 @@ class _Run:
         ended = time.perf_counter()
         if load.missing:
             why = f"{why}; but loading failed: {load.reason}: {self.lost} tokens were computed again"
-        emulated = not self.engine._emulated.isdisjoint(match.tiers[:blocks])
+        emulated = not self.engine._emulated.isdisjoint(tiers)
         if emulated and "(emulated)" not in why:  # measurements that were given may say so too
             why = f"{why} (emulated)"
         if self.mass is not None and self.keys:

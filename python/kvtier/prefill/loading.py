@@ -7,8 +7,10 @@ import time
 from collections.abc import Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kvtier.integrations.tensors import BlockBuffer
@@ -17,8 +19,9 @@ from kvtier.layout import KVLayout
 from kvtier.prefill.cache import Room
 from kvtier.prefill.storing import UNAVAILABLE
 from kvtier.prefill.timeline import Event
+from kvtier.tiers import DeviceBackend, HostArray
 
-__all__ = ["Load", "MissingError", "Stages", "bytes_to_read", "layer_groups"]
+__all__ = ["Load", "MissingError", "Stages", "bytes_to_read", "is_device_of", "layer_groups"]
 
 PARTLY = ("hbm", "dram", "cxl", "dict")
 """Tiers of which a part of a layer can be read without reading the rest."""
@@ -46,29 +49,58 @@ def layer_groups(sizes: Sequence[int]) -> list[range]:
     return [range(first, min(first + each, layers)) for first in range(0, layers, each)]
 
 
-class Stages:
-    """Staging memory of the loaders, allocated once, and their threads.
+def is_device_of(backend: DeviceBackend | None, model: torch.device) -> bool:
+    """Whether an HBM tier is in the memory that a model on this device computes with."""
+    here = "host" if model.type == "cpu" else f"{model.type}:{model.index or 0}"
+    return backend is not None and backend.name == here
+
+
+class Stage:
+    """Staging memory of one loader, allocated with its first use, and the stream that copies out of it.
 
     Args:
-        size: bytes, all of them together.
-        pinned: whether a GPU will read it.
+        size: bytes.
+        device: of the model.
     """
 
-    def __init__(self, size: int, *, pinned: bool) -> None:
-        self.each = max(size // LOADERS // 64 * 64, 64)
-        self._pinned = pinned
-        self._memory: list[torch.Tensor] = []
-        self._threads = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvtier-load")
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size = size
+        self._device = device
 
-    def memory(self) -> list[torch.Tensor]:
-        """``uint8[each]``, one a loader."""
-        while len(self._memory) < LOADERS:
-            self._memory.append(torch.empty(self.each, dtype=torch.uint8, pin_memory=self._pinned))
-        return self._memory
+    @cached_property
+    def on_host(self) -> torch.Tensor:
+        """``uint8[size]``, for what comes by way of the host; pinned where a GPU will read it."""
+        return torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    @cached_property
+    def on_device(self) -> torch.Tensor:
+        """``uint8[size]``, for what is in HBM."""
+        return torch.empty(self._size, dtype=torch.uint8, device=self._device)
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Always the same: a copy that came too late for one request ends before the next one's begin."""
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+
+class Stages:
+    """The loaders' staging memory, and their threads.
+
+    Args:
+        size: bytes, all of them together; as much again on the device where blocks are read from HBM.
+        device: of the model.
+        hbm: whether blocks in HBM are read on the device, see :func:`is_device_of`.
+    """
+
+    def __init__(self, size: int, device: torch.device, *, hbm: bool) -> None:
+        self.each = max(size // LOADERS // 64 * 64, 64)
+        self.hbm = hbm
+        self._stages = [Stage(self.each, device) for _ in range(LOADERS)]
+        self._threads = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvtier-load")
 
     def start(self, load: Load) -> list[Future[None]]:
         """Run a load's loaders."""
-        return [self._threads.submit(load.pump, memory) for memory in self.memory()]
+        return [self._threads.submit(load.pump, stage) for stage in self._stages]
 
     def close(self) -> None:
         """End the threads. Blocks until their loads have ended."""
@@ -83,20 +115,24 @@ class _Part(NamedTuple):
     """Counted from the first of the load."""
     tokens: tuple[int, int]
     """Within a block."""
+    hbm: bool
+    """Whether they are read on the device."""
 
 
 class Load:
     """The tail of one request's prefix on its way into the room.
 
     Layers are loaded first to last, a few at a time, and within them blocks in the order of the prompt. A block that
-    fails is left out from then on; the others go on.
+    fails is left out from then on; the others go on. What was found in HBM is handed over on the device, if that is where the
+    model computes; blocks that have left it by then come from below, in the same call.
 
     Args:
         blocks: where from.
         room: where to.
         first: the number of the first block.
         keys: of consecutive blocks.
-        tiers: where each of them was found; once a part of a small block was read, all of it is in memory.
+        tiers: where each of them was found, which is what its bytes are reported as: once a part of a small block was read, all
+            of it is in memory. Only of those found in HBM, which are in other tiers too, it is where they were read.
         groups: layers to load together, first to last.
         deadline: ``time.perf_counter()`` after which nothing is waited for; ``None`` for never.
         begun: when the request began, for the timeline.
@@ -138,7 +174,11 @@ class Load:
             before = len(self._items)
             for tokens, numbers in spans.items():
                 step = max(1, stages.each // (token * (tokens[1] - tokens[0])))
-                self._items += [_Part(number, numbers[at : at + step], tokens) for at in range(0, len(numbers), step)]
+                for hbm in (True, False):  # a call reads into memory of one kind
+                    some = [i for i in numbers if (stages.hbm and tiers[i] == "hbm") == hbm]
+                    self._items += [
+                        _Part(number, some[at : at + step], tokens, hbm) for at in range(0, len(some), step)
+                    ]
             self._open.append(len(self._items) - before)
             self._group_of |= dict.fromkeys(group, number)
         self._next = 0
@@ -181,9 +221,8 @@ class Load:
         for thread in self._threads:
             thread.exception()
 
-    def pump(self, memory: torch.Tensor) -> None:
+    def pump(self, stage: Stage) -> None:
         """A loader's work."""
-        stream = torch.cuda.Stream(self._room.pairs[0][0].device) if memory.is_pinned() else None
         while True:
             with self._changed:
                 if self._next >= len(self._items) or self._error is not None:
@@ -191,7 +230,7 @@ class Load:
                 item = self._items[self._next]
                 self._next += 1
             try:
-                self._item(item, memory, stream)
+                self._item(item, stage)
             except BaseException as error:  # the model's thread raises it
                 with self._changed:
                     self._error = error
@@ -201,25 +240,29 @@ class Load:
                 self._open[item.group] -= 1
                 self._changed.notify_all()
 
-    def _item(self, part: _Part, memory: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+    def _item(self, part: _Part, stage: Stage) -> None:
         group, (start, stop), layout = self._groups[part.group], part.tokens, self._blocks.layout
         wanted = [i for i in part.blocks if self._first + i not in self.missing]
         if not wanted:
             return
         whole = stop - start == layout.block_tokens
         piece = layout if whole else replace(layout, block_tokens=stop - start)
-        buffer = BlockBuffer(piece, len(wanted), group, memory)
+        buffer = BlockBuffer(piece, len(wanted), group, stage.on_device if part.hbm else stage.on_host)
         rows = buffer.rows(len(wanted))
+        size_each = rows[0].nbytes
+        if part.hbm:
+            rows = [_of_device(row) for row in rows]
         begun = time.perf_counter()
         left = None if self._deadline is None else max(0.0, self._deadline - begun)
         try:
-            results = self._blocks.get_into(
-                [self._keys[i] for i in wanted],
-                rows,
-                layers=(group.start, group.stop),
-                tokens=None if whole else part.tokens,
-                timeout=left,
-            )
+            with torch.cuda.stream(stage.stream):  # does nothing without one
+                results = self._blocks.get_into(
+                    [self._keys[i] for i in wanted],
+                    rows,
+                    layers=(group.start, group.stop),
+                    tokens=None if whole else part.tokens,
+                    timeout=left,
+                )
         except UNAVAILABLE as error:
             self._lose(wanted, str(error))
             return
@@ -228,7 +271,7 @@ class Load:
             self._lose([wanted[at] for at in bad], next(iter(bad.values())).reason or "the block is gone")
         size = layout.block_tokens
         tensors = self._room.slice(group)
-        with torch.cuda.stream(stream):  # does nothing without one
+        with torch.cuda.stream(stage.stream):
             if self._kept is None:
                 for first, last in _runs(wanted, bad):
                     buffer.write_to(tensors, (self._first + wanted[first]) * size, last - first, first)
@@ -241,14 +284,15 @@ class Load:
                 buffer.scatter_to(
                     tensors, [self._first * size + place for place, _ in found], [token for _, token in found]
                 )
-        if stream is not None:
-            stream.synchronize()
+        if stage.stream is not None:
+            stage.stream.synchronize()
         ended = time.perf_counter()
         begins, ends = begun - self._begun, ended - self._begun
         sizes: dict[str, int] = {}
         for i, result in zip(wanted, results, strict=True):
             if result.hit:
-                sizes[self._tiers[i]] = sizes.get(self._tiers[i], 0) + rows[0].nbytes
+                tier = str(result.tier) if self._tiers[i] == "hbm" else self._tiers[i]
+                sizes[tier] = sizes.get(tier, 0) + size_each
         span = (self._first + wanted[0]) * size, (self._first + wanted[-1] + 1) * size
         with self._changed:
             self.events += [Event("load", group.start, span, begins, ends, tier, n) for tier, n in sizes.items()]
@@ -258,6 +302,11 @@ class Load:
             self.reason = self.reason or reason
             self.missing.update(self._first + i for i in wanted)
             self._changed.notify_all()
+
+
+def _of_device(row: Any) -> Any:
+    """An array on the device, as an HBM tier takes it: the one that is the host's own knows its arrays by their type."""
+    return row.view(HostArray) if isinstance(row, np.ndarray) else row
 
 
 def bytes_to_read(layout: KVLayout, kept: torch.Tensor | None, tiers: Sequence[str]) -> list[int]:
