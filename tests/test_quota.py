@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blocks import MIB, key
-from kvtier import ConfigError, Cxl, Dram, FullError, Namespace, Nvme, Quota, Store
+from kvtier import ConfigError, Cxl, Dram, FullError, Hbm, Namespace, Nvme, Quota, Store
 
 BLOCK = 64 << 10
 PAGE = 4096
@@ -44,6 +44,7 @@ def test_an_amount_holds_in_every_tier_and_a_mapping_names_tiers(tmp_path: Path)
     assert Quota(0.25, "3MiB").of(tiers) == ([2 * MIB, MIB, 4 * MIB], [3 * MIB] * 3)
     assert Quota({"dram": "1MiB", "nvme": 0.5}, {"cxl": 8192}).of(tiers) == ([MIB, 0, 8 * MIB], [None, 8192, None])
     assert Quota().of(tiers) == ([0, 0, 0], [None] * 3)
+    assert Quota(0.5, {"hbm": MIB}).of([Hbm("2MiB"), *tiers[:1]]) == ([MIB, 4 * MIB], [MIB, None])
     with pytest.raises(ConfigError, match="names nvme; the tiers of this store are dram"):
         Quota({"nvme": 0.5}).of(tiers[:1])
 
@@ -149,11 +150,31 @@ def test_accounts_are_kept_by_digest_and_outlast_a_restart(tmp_path: Path) -> No
         assert there(store.namespace(b"tenant"), range(100)) == blocks
 
 
+def test_hbm_has_quotas_as_the_others_have() -> None:
+    with Store(Hbm("2MiB", backend="host"), Dram(MEMORY)) as store:
+        tenant = store.namespace(b"tenant", quota=Quota(guaranteed={"hbm": "1MiB"}))
+        capped = store.namespace(b"capped", quota=Quota(cap={"hbm": 0.125}))
+        scan = store.namespace(b"scan")
+        for cache in (tenant, capped, scan):
+            fill(cache, range(24))
+            for n in range(24):
+                assert cache.prefetch([key(n)], to="hbm").result()[0].hit
+                assert held(capped, "hbm") <= MIB // 4
+        assert [held(cache, "hbm") for cache in (tenant, capped)] == [MIB, MIB // 4]
+        assert tenant.match([key(n) for n in range(8, 24)]).tiers == ["hbm"] * 16
+        assert list(tenant.stats()["tiers"]) == ["hbm", "dram"]
+        device: Any = store.device
+        assert tenant.get_into([key(23)], [device.empty(BLOCK)])[0].tier == "hbm"
+        assert tenant.stats()["hits"] == 1
+        with pytest.raises(ConfigError, match="of the hbm tier were to be guaranteed"):
+            store.namespace(b"scan", quota=Quota(guaranteed={"hbm": "1MiB"}))
+
+
 SIZES = [PAGE, 3 * PAGE, 16 * PAGE]
 CAP, GUARANTEED = MIB, {0: 2 * MIB, 1: MIB // 2}
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["put", "put", "put", "put", "get", "remove", "clear"]),
+        st.sampled_from(["put", "put", "put", "put", "lift", "lift", "get", "remove", "clear"]),
         st.integers(0, 2),
         st.integers(0, 300),
         st.integers(1, 60),
@@ -167,8 +188,8 @@ STEPS = st.lists(
 def test_no_sequence_breaks_a_guarantee_or_a_cap_and_accounts_are_exact(
     steps: list[tuple[str, int, int, int]],
 ) -> None:
-    """Three namespaces: with a guarantee, with a guarantee and a cap, and without a quota."""
-    with Store(Dram(MEMORY, prefault=False)) as store:
+    """Three namespaces: with a guarantee, with a guarantee and a cap, and without a quota; of DRAM and of HBM alike."""
+    with Store(Hbm(MEMORY // 2, backend="host"), Dram(MEMORY, prefault=False)) as store:
         spaces = [
             store.namespace(b"0", quota=Quota(guaranteed=GUARANTEED[0])),
             store.namespace(b"1", quota=Quota(guaranteed=GUARANTEED[1], cap=CAP)),
@@ -184,6 +205,13 @@ def test_no_sequence_breaks_a_guarantee_or_a_cap_and_accounts_are_exact(
                         assert cache.put(key(n), bytes(size)).reason is None
                         put[number][n] = size
                         assert held(spaces[1]) <= CAP
+                case "lift":
+                    names = [key(n) for n in range(first, first + count)]
+                    above = [held(space, "hbm") for space in spaces]
+                    cache.prefetch(names, to="hbm").wait()
+                    assert held(spaces[1], "hbm") <= CAP
+                    for other, guaranteed in GUARANTEED.items():
+                        assert other == number or held(spaces[other], "hbm") >= min(above[other], guaranteed)
                 case "get":
                     cache.get(key(first))
                 case "remove":
@@ -201,4 +229,6 @@ def test_no_sequence_breaks_a_guarantee_or_a_cap_and_accounts_are_exact(
                 tier = space.stats()["tiers"]["dram"]
                 assert (tier["blocks"], tier["used_bytes"]) == (len(sizes), sum(sizes))
                 total += sum(sizes)
-            assert store.stats()["tiers"]["dram"]["used_bytes"] == total
+            tiers = store.stats()["tiers"]
+            assert tiers["dram"]["used_bytes"] == total
+            assert tiers["hbm"]["used_bytes"] == sum(held(space, "hbm") for space in spaces)

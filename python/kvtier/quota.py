@@ -25,7 +25,7 @@ class Quota:
 
     An amount holds in every tier, each by itself: ``0.25`` is a quarter of DRAM and a quarter of NVMe, ``"4GiB"`` is that
     much of each. A mapping names tiers, ``{"dram": "4GiB", "nvme": 0.3}``; those it leaves out get none. Amounts count
-    what blocks take there, in whole 4 KiB pages.
+    what blocks take there, in whole 4 KiB pages. What leaves the last tier below leaves HBM too, whatever is guaranteed there.
 
     Args:
         guaranteed: what no other namespace's blocks can push out. What is not used of it, others use meanwhile. All

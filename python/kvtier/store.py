@@ -135,7 +135,7 @@ class Store(Namespace):
             text = canonical.encode({"lossy": codec, "of": text})
         namespace = Namespace(self._core, text, layout, self._hbm)
         if quota is not None:
-            guaranteed, cap = quota.of([tier for tier in self.config.tiers if not isinstance(tier, Hbm)])
+            guaranteed, cap = quota.of(self.config.tiers)
             self._core.set_quota(namespace._space, guaranteed, cap, quota.priority, quota.ttl)
         own = codec or self._codec_below
         layers = [(planes, heads, dim) for planes, _, heads, dim in codecs.segment_dims(layout, 1)]

@@ -19,7 +19,7 @@ use crate::layout::Selection;
 use crate::load::{Landing, Miss};
 use crate::order::Known;
 use crate::policy::Handle;
-use crate::shares::{Need, Search};
+use crate::shares::{Claim, Need, Search};
 use crate::stats::TierStats;
 use crate::store::{Inner, Namespace, Store};
 use crate::transfers::{Told, Transfers};
@@ -100,6 +100,8 @@ struct Transfer {
     source: Pin,
     /// `None` once it was published.
     slot: Option<Pin>,
+    /// To its namespace's share.
+    _claim: Claim,
     /// What is wrong with the source.
     wrong: Option<Miss>,
 }
@@ -230,6 +232,8 @@ impl Feed {
 pub struct Placed {
     pin: Pin,
     len: usize,
+    /// To its namespace's share, of what was taken out of the tier.
+    _claim: Option<Arc<Claim>>,
 }
 
 impl Placed {
@@ -283,6 +287,9 @@ impl Store {
         });
         let places = places.collect::<Result<_>>()?;
         let mut order = inner.order.lock();
+        order
+            .shares
+            .count(ns.tag(), |account| account.hits += used.len() as u64);
         for (h, below) in used.into_iter().rev() {
             if !take {
                 order.shares.on_hit(inner.tiers(), h);
@@ -307,13 +314,20 @@ impl Inner {
         let mut shard = self.index.of(id);
         let h = shard.find(id)?;
         let pin = hbm.arena.pin(shard.hbm(h)?)?;
-        if take {
-            self.leave_hbm(&mut shard, &mut self.order.lock(), h);
-        }
         let entry = shard.get(h)?;
-        let (shape, below) = (entry.shape, self.below_hbm(entry));
-        let len = shape.payload();
-        Some((Placed { pin, len }, (h, below), shape))
+        let (tag, shape, below) = (entry.namespace, entry.shape, self.below_hbm(entry));
+        let claim = take.then(|| {
+            let mut order = self.order.lock();
+            self.leave_hbm(&mut shard, &mut order, h);
+            let claim = order.shares.keep(self.tiers(), tag, pages(shape));
+            Arc::new(claim.telling(&hbm.arena))
+        });
+        let placed = Placed {
+            pin,
+            len: shape.payload(),
+            _claim: claim,
+        };
+        Some((placed, (h, below), shape))
     }
 
     /// The fastest tier that holds a block for readers of this process's memory.
@@ -349,19 +363,19 @@ impl Inner {
         block: Known,
         deadline: Instant,
     ) -> std::result::Result<Option<Transfer>, Miss> {
-        let (id, shape, root, from, source) = {
+        let (id, tag, shape, root, from, source) = {
             let mut shard = self.index.shard(block.0);
             let entry = shard.get_same(block.0, block.1).ok_or(Miss::Absent)?;
             // It left memory since the caller looked.
             let (from, start) = entry.in_memory().ok_or(Miss::Full)?;
             let source = self.memory[from].arena.pin(start).ok_or(Miss::Full)?;
-            let found = (entry.id, entry.shape, entry.root, from, source);
+            let (id, tag, shape, root) = (entry.id, entry.namespace, entry.shape, entry.root);
             if shard.hbm(block.0).is_some() {
                 return Ok(None);
             }
-            found
+            (id, tag, shape, root, from, source)
         };
-        let slot = self.reserve_hbm(hbm, pages(shape), deadline)?;
+        let (slot, claim) = self.reserve_hbm(hbm, tag, pages(shape), deadline)?;
         Ok(Some(Transfer {
             block,
             id,
@@ -370,6 +384,7 @@ impl Inner {
             from,
             source,
             slot: Some(slot),
+            _claim: claim,
             wrong: None,
         }))
     }
@@ -403,28 +418,42 @@ impl Inner {
         Ok(())
     }
 
-    /// A slot in HBM, pinned for its writer. Drops copies that nobody uses, and waits until
-    /// `deadline` for those that are on their way; what is held is not waited for.
+    /// A slot in HBM for a block of this namespace, pinned for its writer, and its claim to the
+    /// namespace's share. Drops copies that nobody uses, and waits until `deadline` for those that
+    /// are on their way; what is held is not waited for.
     fn reserve_hbm(
         &self,
         hbm: &HbmTier,
+        tag: u64,
         pages: u32,
         deadline: Instant,
-    ) -> std::result::Result<Pin, Miss> {
-        let arena = &hbm.arena;
+    ) -> std::result::Result<(Pin, Claim), Miss> {
+        let (arena, tier) = (&hbm.arena, self.tiers());
         let waiter = arena.waiter();
+        let mut claimed = None;
         loop {
             let seen = waiter.seen();
-            if let Some(slot) = arena.alloc(pages) {
-                return Ok(slot);
+            let mut need = Need::Block(tag);
+            if claimed.is_none() {
+                let claim = self.order.lock().shares.claim(tier, tag, pages);
+                claimed = claim.map(|claim| claim.telling(arena));
             }
-            if pages > arena.pages() {
+            match claimed.take() {
+                None => need = Need::Cap(tag),
+                Some(claim) => match arena.alloc(pages) {
+                    Some(slot) => return Ok((slot, claim)),
+                    None => claimed = Some(claim),
+                },
+            }
+            let cap = self.order.lock().shares.cap(tier, tag);
+            let most = cap.map_or(u64::MAX, |cap| cap.pages);
+            if u64::from(pages) > most.min(arena.pages().into()) {
                 return Err(Miss::Full);
             }
             if hbm.transfers.is_stopped() {
                 return Err(Miss::Cancelled);
             }
-            if self.make_room_in_hbm(hbm, pages) {
+            if self.make_room_in_hbm(hbm, pages, need) {
                 continue;
             }
             let (now, others) = (Instant::now(), hbm.transfers.under_way() > 1);
@@ -435,56 +464,71 @@ impl Inner {
         }
     }
 
-    /// Drops at least one copy, if any can be: the coldest until there are enough free pages, then
-    /// those that stand in the way of a hole.
-    fn make_room_in_hbm(&self, hbm: &HbmTier, pages: u32) -> bool {
-        let arena = &hbm.arena;
-        if arena.free_pages() >= pages {
-            let Some((_, _, runs)) = arena.window(pages) else {
-                return false;
-            };
+    /// Drops at least one copy, if any can be: the coldest until there are enough free pages, or as
+    /// many below a cap; then those that stand in the way of a hole.
+    pub(crate) fn make_room_in_hbm(&self, hbm: &HbmTier, pages: u32, need: Need) -> bool {
+        let (arena, tier) = (&hbm.arena, self.tiers());
+        let enough = || match need {
+            Need::Cap(tag) => {
+                let cap = self.order.lock().shares.cap(tier, tag);
+                cap.is_none_or(|cap| cap.free >= pages.into())
+            }
+            _ => arena.free_pages() >= pages,
+        };
+        let mut dropped = false;
+        while self.reclaim_expired() {
+            dropped = true;
+            if enough() {
+                return true;
+            }
+        }
+        if !matches!(need, Need::Cap(_))
+            && enough()
+            && let Some((_, _, runs)) = arena.window(pages)
+        {
             let owners = runs.iter().map(|run| run.owner);
             let blocks = owners.filter(|owner| ![FREE, BUSY, LOST].contains(owner));
-            return blocks.filter(|&h| self.drop_from_hbm(hbm, h)).count() > 0;
+            // Another's that must stay there would make it all for nothing.
+            if blocks.clone().all(|h| self.is_next(tier, h, need)) {
+                dropped |= blocks.fold(false, |any, h| self.drop_from_hbm(hbm, h, need) | any);
+            }
+            if dropped {
+                return true;
+            }
         }
-        let tier = self.tiers();
-        let mut search = Search::new(tier, Need::Tier);
-        let mut dropped = false;
-        while arena.free_pages() < pages {
+        let mut search = Search::new(tier, need);
+        loop {
             let mut victims = Vec::with_capacity(BATCH);
             self.order
                 .lock()
                 .shares
                 .victims(&mut search, BATCH, &mut |_| true, &mut victims);
             if victims.is_empty() {
-                break;
+                return dropped;
             }
             for h in victims {
-                dropped |= self.drop_from_hbm(hbm, h);
-                if arena.free_pages() >= pages {
-                    break;
+                dropped |= self.drop_from_hbm(hbm, h, need);
+                if dropped && enough() {
+                    return true;
                 }
             }
         }
-        dropped
     }
 
-    /// Gives up a block's copy in HBM, unless somebody uses it.
-    fn drop_from_hbm(&self, hbm: &HbmTier, h: Handle) -> bool {
+    /// Gives up a block's copy in HBM, unless somebody uses it, or it may not leave for this need.
+    fn drop_from_hbm(&self, hbm: &HbmTier, h: Handle, need: Need) -> bool {
         let mut shard = self.index.shard(h);
-        let Some(start) = shard.hbm(h) else {
+        let (Some(start), Some(entry)) = (shard.hbm(h), shard.get(h)) else {
             return false;
         };
-        let tier = self.tiers();
-        if !hbm.arena.retire_idle(start) {
-            self.order.lock().shares.defer(tier, h);
+        let (tier, tag, pages) = (self.tiers(), entry.namespace, pages(entry.shape));
+        let shares = &mut self.order.lock().shares;
+        if !shares.may_leave(tier, tag, need) || !hbm.arena.retire_idle(start) {
+            shares.defer(tier, h);
             return false;
         }
         shard.clear_hbm(h);
-        if let Some(entry) = shard.get(h) {
-            let (tag, pages) = (entry.namespace, pages(entry.shape));
-            self.order.lock().shares.leave(tier, h, tag, pages);
-        }
+        shares.leave(tier, h, tag, pages);
         hbm.stats.drops.add(1);
         true
     }

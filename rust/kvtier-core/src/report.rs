@@ -214,9 +214,11 @@ impl Inner {
                 cap: cap.map(|cap| cap * page),
             }
         };
+        let mut shares: Vec<ShareReport> = tiers.map(share).collect();
+        shares.rotate_right(self.hbm.iter().len()); // the last of the policies, and the fastest tier
         NamespaceReport {
             tag,
-            shares: tiers.map(share).collect(),
+            shares,
             counters: vec![
                 ("hits", account.hits),
                 ("misses", account.misses),

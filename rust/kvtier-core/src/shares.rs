@@ -36,9 +36,10 @@ const WINDOW: u64 = 1024;
 /// What a namespace may hold.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Quota {
-    /// Bytes of each tier that no other namespace can take, fastest tier first.
+    /// Bytes of each tier that no other namespace can take, fastest tier first; a tier that is left out
+    /// guarantees none.
     pub guaranteed: Vec<u64>,
-    /// Bytes of each tier that it never holds more than.
+    /// Bytes of each tier that it never holds more than, in the same order.
     pub cap: Vec<Option<u64>>,
     /// Of what is above its guarantee, namespaces of lower priority lose theirs first.
     pub priority: i32,
@@ -500,6 +501,14 @@ impl Shares {
         let part = &self.groups[group].parts[tier];
         let pages = u64::from(pages);
         (part.claimed() + pages <= part.cap).then(|| Claim::on(&part.coming, pages))
+    }
+
+    /// Counts a block that has left a tier while somebody keeps its place there.
+    pub(crate) fn keep(&self, tier: usize, tag: u64, pages: u32) -> Claim {
+        match self.group_of(tag) {
+            COMMON => Claim::none(),
+            group => Claim::on(&self.groups[group].parts[tier].coming, pages.into()),
+        }
     }
 
     /// Counts a block of a namespace that is about to leave a tier. `None`: it may not.

@@ -358,6 +358,12 @@ impl Inner {
             let cap = self.order.lock().shares.cap(tier, tag);
             cap.map_or(0, |cap| (-cap.free).clamp(0, u32::MAX.into()) as u32)
         };
+        if let Some(hbm) = self.hbm.as_ref().filter(|_| tier == self.tiers()) {
+            if excess() > 0 {
+                self.make_room_in_hbm(hbm, 0, need);
+            }
+            return;
+        }
         if tier < self.memory.len() {
             if excess() > 0 {
                 self.make_room(tier, 0, need);

@@ -401,7 +401,15 @@ impl Store {
         let tag = ns.tag();
         let mut sizes: Vec<(&str, u64)> = inner.memory.iter().map(|m| (m.name, m.size)).collect();
         sizes.extend(inner.cold.iter().map(|cold| (NVME, cold.size)));
-        inner.order.lock().shares.set_quota(tag, quota, &sizes)?;
+        let mut quota = quota.clone();
+        if let Some(hbm) = &inner.hbm {
+            sizes.push((HBM, hbm.size));
+            quota.guaranteed.resize(sizes.len(), 0);
+            quota.guaranteed.rotate_left(1);
+            quota.cap.resize(sizes.len(), None);
+            quota.cap.rotate_left(1);
+        }
+        inner.order.lock().shares.set_quota(tag, &quota, &sizes)?;
         inner.move_to_share(tag);
         inner.set_life(tag, quota.ttl);
         for tier in 0..sizes.len() {
