@@ -91,7 +91,7 @@ def of_retain(model: Any, judge: Judge) -> Iterator[dict[str, Any]]:
     with PrefillEngine(model, blocks) as engine:
         for fraction in (1.0, *FRACTIONS):
             for choose in (most_attended, first_and_last)[: 1 if fraction == 1 else 2]:
-                with mock.patch("kvtier.prefill.engine.most_attended", choose):
+                with mock.patch("kvtier.prefill.request.most_attended", choose):
                     result = engine.run(prompt, front=0, retain=fraction)
                 read = sum(result.report.bytes.values())
                 row = {"name": f"{choose.__name__}_{fraction:g}", "tokens": result.report.tokens_reused, "bytes": read}

@@ -5,9 +5,10 @@
 >>> logits, cache, report = engine.run(input_ids)  # doctest: +SKIP
 """
 
-from kvtier.prefill.engine import Prefill, PrefillEngine
+from kvtier.prefill.engine import PrefillEngine
 from kvtier.prefill.model import forward, layout_of, logits_of, namespace
 from kvtier.prefill.report import PrefillReport
+from kvtier.prefill.request import Prefill
 from kvtier.prefill.storing import WriteBack
 from kvtier.prefill.timeline import Event
 

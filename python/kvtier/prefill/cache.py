@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from kvtier.errors import InvalidBlockError
 from kvtier.integrations.tensors import layer_shapes, torch_dtype
 from kvtier.layout import KVLayout
 
-__all__ = ["Readers", "Room", "RoomyCache", "RoomyLayer"]
+__all__ = ["Readers", "Room", "RoomyCache", "RoomyLayer", "packed_cache"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -107,6 +107,32 @@ class RoomyCache(DynamicCache):
     """``bool[tokens]`` on the model's device: the first tokens, and which of them were left out, so that there is nothing to
     attend to at their places; ``None`` if none were. :func:`kvtier.prefill.forward` masks them.
     """
+
+
+class _PackedLayer(DynamicLayer):
+    """A layer of several caches: new tokens lie behind each other, and so does what is attended to."""
+
+    def __init__(self, layers: Sequence[Any], counts: Sequence[int]) -> None:
+        super().__init__()
+        self.layers, self.counts = layers, list(counts)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        new = zip(self.layers, key_states.split(self.counts, 2), value_states.split(self.counts, 2), strict=True)
+        found = [layer.update(keys, values) for layer, keys, values in new]
+        return torch.cat([keys for keys, _ in found], 2), torch.cat([values for _, values in found], 2)
+
+
+def packed_cache(caches: Sequence[DynamicCache], counts: Sequence[int]) -> DynamicCache:
+    """Several caches as one, for a pass of as many new tokens each; see :func:`kvtier.prefill.registry.attending`."""
+    packed = DynamicCache()
+    packed.layers = [_PackedLayer(layers, counts) for layers in zip(*(cache.layers for cache in caches), strict=True)]
+    return packed
 
 
 class Room:

@@ -1,15 +1,14 @@
-"""The loop: match, decide, load and compute at the same time, write back behind it."""
+"""The loop, as its users see it: prompts in, logits and caches out, new blocks to the store."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -20,28 +19,16 @@ from kvtier.integrations.verbs import BlockNamespace
 from kvtier.kappa import Measured
 from kvtier.kappa.number import positive, whole
 from kvtier.prefill.ahead import Lookahead
-from kvtier.prefill.attended import Attended, most_attended
+from kvtier.prefill.attended import Attended
 from kvtier.prefill.cache import Room, RoomyLayer
-from kvtier.prefill.importance import AttentionMass, watching
-from kvtier.prefill.loading import Load, MissingError, Stages, bytes_to_read, is_device_of, layer_groups
-from kvtier.prefill.model import forward, layout_of, namespace, synchronise
-from kvtier.prefill.plan import Meter, plan
+from kvtier.prefill.loading import Stages, is_device_of, layer_groups
+from kvtier.prefill.model import forward, layout_of, namespace
+from kvtier.prefill.plan import Meter
 from kvtier.prefill.prompt import check_fraction, check_parts, token_ids
-from kvtier.prefill.report import PrefillReport
-from kvtier.prefill.storing import UNAVAILABLE, WriteBack, Writer, held
-from kvtier.prefill.timeline import Event, busy
+from kvtier.prefill.request import Prefill, Request, prefill_all
+from kvtier.prefill.storing import WriteBack, Writer, held
 
-__all__ = ["Prefill", "PrefillEngine"]
-
-
-class Prefill(NamedTuple):
-    """The result of a prefill."""
-
-    logits: torch.Tensor
-    """``[1, vocabulary]``: of the last token of the prompt, in the model's dtype and on its device."""
-    cache: DynamicCache
-    """The KV of the whole prompt, ready for the next token."""
-    report: PrefillReport
+__all__ = ["PrefillEngine"]
 
 
 class PrefillEngine:
@@ -129,6 +116,8 @@ class PrefillEngine:
         hbm = device.capacity // 2 if self._hbm and device is not None else 0
         self._ahead = Lookahead(self.blocks, parse_size(lookahead, "lookahead"), timeout, hbm)
         self._numbers = itertools.count()
+        self._submitting = threading.Lock()
+        self._open = 0
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="kvtier-prefill")
 
     def run(
@@ -184,7 +173,42 @@ class PrefillEngine:
         retain: float | None,
     ) -> Prefill:
         with self._running:
-            return _Run(self, tokens, keys, begun, front, overlap, retain).go()
+            return prefill_all([Request(self, tokens, keys, begun, front, retain)], overlap)[0]
+
+    def run_batch(
+        self,
+        prompts: Sequence[Sequence[int] | torch.Tensor],
+        *,
+        front: int | None = None,
+        overlap: bool = True,
+        retain: float | None = None,
+    ) -> list[Prefill]:
+        """Prefill several prompts together: what is next of each goes through the model in one pass, one behind the other,
+        and attends to its own prompt alone. Each decides as if it were alone, and loads for itself, in this order.
+
+        Rows of a pass that has more of them may come out with other last bits, so the bits are those of the same prompts
+        in the same batch. A model that attends outside of the registry of transformers (``eager``) computes them one by one.
+
+        Args:
+            prompts: any number, each as for :meth:`run`, of any length.
+            front: as for :meth:`run`, of each.
+            overlap: as there.
+            retain: as there, of each.
+
+        Returns:
+            One result a prompt. Blocks until all are there.
+
+        Raises:
+            ConfigError, InvalidBlockError, ClosedError: as :meth:`run`; then nothing was computed.
+        """
+        begun = time.perf_counter()
+        if isinstance(prompts, (str, Mapping)):
+            raise ConfigError(f"prompts is a {type(prompts).__name__}; allowed are several prompts, each of tokens")
+        asked = [self._asked(prompt, front, retain) for prompt in prompts]
+        keys = [self.blocks.chain(tokens) for tokens in asked]
+        with self._running:
+            requests = [Request(self, *each, begun, front, retain) for each in zip(asked, keys, strict=True)]
+            return prefill_all(requests, overlap)
 
     def submit(
         self,
@@ -202,17 +226,27 @@ class PrefillEngine:
         """
         tokens = self._asked(input_ids, front, retain)
         keys = self.blocks.chain(tokens)
-        number = next(self._numbers)
+        with self._submitting:
+            number = next(self._numbers)
+            if self._open:  # else it begins at once
+                self._ahead.add(number, keys)
+            self._open += 1
 
         def work() -> Prefill:
             self._ahead.take(number)
             return self._run(tokens, keys, time.perf_counter(), front, overlap, retain)
 
-        future = self._queue.submit(work)
-        self._ahead.add(number, keys)
-        if future.running():
-            self._ahead.take(number)
-        future.add_done_callback(lambda _: self._ahead.take(number))  # also of one that was cancelled
+        def ended(_: object) -> None:
+            self._ahead.take(number)  # also of one that was cancelled
+            with self._submitting:
+                self._open -= 1
+
+        try:
+            future = self._queue.submit(work)
+        except BaseException:
+            ended(None)
+            raise
+        future.add_done_callback(ended)
         return future
 
     def step(self, token: int, cache: DynamicCache) -> torch.Tensor:
@@ -319,7 +353,8 @@ class PrefillEngine:
         self._closed = True
         self._queue.shutdown()
         self._writer.close()
-        self._stages.close()
+        with self._running:
+            self._stages.close()
 
     def __enter__(self) -> Self:
         return self
@@ -328,220 +363,3 @@ class PrefillEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Run:
-    """One request, from the match to the report."""
-
-    def __init__(
-        self,
-        engine: PrefillEngine,
-        tokens: list[int],
-        keys: Sequence[bytes],
-        begun: float,
-        front: int | None,
-        overlap: bool,
-        retain: float | None,
-    ) -> None:
-        self.engine = engine
-        self.tokens = tokens
-        self.begun = begun
-        self.asked = front
-        self.overlap = overlap
-        self.retain = 1.0 if retain is None else retain
-        self.blocks = engine.blocks
-        self.chunk = engine.chunk_tokens
-        self.size = self.blocks.layout.block_tokens
-        self.keys = keys
-        self.room = Room(self.blocks.layout, len(tokens) + engine.reserve_tokens, engine.model.device)
-        self.mass = AttentionMass(len(tokens)) if engine.importance else None
-        self.stored = WriteBack(begun)
-        self.events: list[Event] = []
-        self.passes: list[tuple[int, int, float]] = []
-        self.stalled = 0.0
-        self.lost = 0
-        self.new_s = self.front_s = 0.0
-
-    def go(self) -> Prefill:
-        match = self.blocks.match(self.keys)
-        cached = min(match.tokens, len(self.tokens) - 1) // self.chunk * self.chunk
-        blocks = cached // self.size
-        asked = None if self.asked is None else min(-(-self.asked // self.chunk) * self.chunk, cached)
-        kept = None
-        if self.retain < 1 and blocks:
-            with suppress(*UNAVAILABLE):  # then nothing is known, and everything is loaded
-                kept = most_attended(self.engine._attended.read(self.keys[:blocks], self.engine.timeout), self.retain)
-        # Without the model's device, a block in HBM is read from below.
-        tiers = [tier if self.engine._hbm or tier != "hbm" else "dram" for tier in match.tiers[:blocks]]
-        chosen = plan(
-            cached,
-            len(self.tokens) - cached,
-            tiers,
-            bytes_to_read(self.blocks.layout, kept, match.tiers[:blocks]),
-            self.chunk,
-            len(self.engine.groups),
-            self.engine.meter.measured(),
-            asked,
-        )
-        front, why = chosen.front, chosen.why
-        if match.tokens and not cached:
-            why = f"{match.tokens} tokens are stored, which is less than a chunk of {self.chunk} before the last token"
-        deadline = None if self.engine.timeout is None else time.perf_counter() + self.engine.timeout
-        first = front // self.size
-        if kept is not None:
-            kept[:front] = True
-            if not kept.all():
-                self.room.hide(~kept)
-        load = Load(
-            self.blocks,
-            self.room,
-            first,
-            self.keys[first:blocks],
-            match.tiers[first:blocks],
-            self.engine.groups,
-            deadline,
-            self.begun,
-            self.engine._stages,
-            None if kept is None else kept[front:],
-        )
-        try:
-            if not self.overlap:
-                waited = time.perf_counter()
-                load.finish()
-                self._stall(waited, -1, (front, cached))
-            for start in range(0, front, self.chunk):
-                self._compute(start, start + self.chunk)
-            self.front_s = sum(seconds for *_, seconds in self.passes)
-            logits = self._new(cached, load)
-        finally:
-            self.room.watch(None)
-            load.stop()
-        ended = time.perf_counter()
-        if load.missing:
-            why = f"{why}; but loading failed: {load.reason}: {self.lost} tokens were computed again"
-        emulated = not self.engine._emulated.isdisjoint(tiers)
-        if emulated and "(emulated)" not in why:  # measurements that were given may say so too
-            why = f"{why} (emulated)"
-        if self.mass is not None and self.keys:
-            received = torch.stack([self.mass.mass, self.mass.seen])[:, : len(self.keys) * self.size]
-            self.engine._writer.count(self.keys, received, self.stored)
-        report = self._report(ended, match.tokens, cached, front, load, chosen.predicted, why, emulated)
-        self.engine.meter.computed(self.passes)
-        self.engine.meter.loaded(report.bytes, report.load_s)
-        return Prefill(logits, self.room.cache, report)
-
-    def _new(self, cached: int, load: Load) -> torch.Tensor:
-        """Compute the tokens behind the stored ones: the first chunk of them while layers still load."""
-        end = min(cached + self.chunk, len(self.tokens))
-        before = len(self.passes)
-        try:
-            logits = self._compute(cached, end, load if cached else None)
-        except MissingError:
-            self._recover(load)
-            before = len(self.passes)
-            logits = self._compute(cached, end)
-        self._keep(cached, end)
-        for start in range(end, len(self.tokens), self.chunk):
-            logits = self._compute(start, start + self.chunk)
-            self._keep(start, start + self.chunk)
-        self.new_s = sum(seconds for *_, seconds in self.passes[before:])
-        return logits
-
-    def _recover(self, load: Load) -> None:
-        """Compute the chunks that did not load, all tokens of them; the others stay."""
-        waited = time.perf_counter()
-        load.finish()
-        self._stall(waited, -1, (0, 0))
-        for chunk in sorted({number * self.size // self.chunk for number in load.missing}):
-            start = chunk * self.chunk
-            self._compute(start, start + self.chunk)
-            self._keep(start, start + self.chunk)
-            self.lost += self.chunk
-
-    def _compute(self, start: int, end: int, load: Load | None = None) -> torch.Tensor:
-        """Run a chunk through the model, with the tokens before it in sight; with a load, layer by layer behind it."""
-        end = min(end, len(self.tokens))
-        self.room.fill(start)
-        marks: list[float] = []
-        stalls = 0.0
-
-        def before(layer: int) -> None:
-            nonlocal stalls
-            marks.append(time.perf_counter())
-            if load is not None and not load.ready(layer):
-                load.wait(layer)
-                stalls += self._stall(marks[-1], layer, (start, end))
-                marks[-1] = time.perf_counter()
-
-        self.room.watch(before)
-        begun = time.perf_counter()
-        with watching(self.engine.model, self.mass):
-            logits = forward(self.engine.model, self.tokens[start:end], self.room.cache)
-        synchronise(self.engine.model.device)
-        ended = time.perf_counter()
-        # A layer is seen when it updates the cache: what lies between two updates is counted to the first of them.
-        bounds = [begun, *marks[1:], ended]
-        for layer, (since, until) in enumerate(itertools.pairwise(bounds)):
-            self.events.append(Event("compute", layer, (start, end), since - self.begun, until - self.begun))
-        self.passes.append((start, end - start, ended - begun - stalls))
-        return logits
-
-    def _stall(self, since: float, layer: int, tokens: tuple[int, int]) -> float:
-        now = time.perf_counter()
-        self.stalled += now - since
-        self.events.append(Event("stall", layer, tokens, since - self.begun, now - self.begun))
-        return now - since
-
-    def _keep(self, start: int, end: int) -> None:
-        """Have the full blocks of a chunk stored."""
-        first, last = start // self.size, min(end // self.size, len(self.keys))
-        if first < last and self.room.cache.hidden is None:
-            before = self.keys[first - 1] if first else None
-            keys = self.keys[first:last]
-            self.engine._writer.submit(self.room.pairs, self.room.readers, first, keys, before, self.stored)
-
-    def _report(
-        self,
-        ended: float,
-        matched: int,
-        cached: int,
-        front: int,
-        load: Load,
-        predicted: Any,
-        why: str,
-        emulated: bool,
-    ) -> PrefillReport:
-        sizes: dict[str, int] = {}
-        for event in load.events:
-            sizes[str(event.tier)] = sizes.get(str(event.tier), 0) + event.bytes
-        seconds = {tier: busy(e for e in load.events if e.tier == tier) for tier in sizes}
-        hidden = self.room.cache.hidden
-        left_out = 0 if hidden is None else int(hidden.sum())
-        reused = cached - front - self.lost - left_out
-        ttft = ended - self.begun
-        return PrefillReport(
-            tokens=len(self.tokens),
-            tokens_matched=matched,
-            tokens_reused=reused,
-            tokens_front=front,
-            tokens_lost=self.lost,
-            tokens_left_out=left_out,
-            bytes=sizes,
-            load_s=seconds,
-            compute_s=sum(spent for *_, spent in self.passes),
-            stalled_s=self.stalled,
-            ttft_s=ttft,
-            decision="recompute" if not reused else ("split" if front else "load"),
-            why=why,
-            emulated=emulated,
-            predicted=predicted,
-            measured={
-                "load_s": busy(load.events),
-                "front_s": self.front_s,
-                "new_s": self.new_s,
-                "ttft_s": ttft,
-            },
-            stored=self.stored,
-            importance=None if self.mass is None else self.mass.scores(),
-            timeline=tuple(sorted((*self.events, *load.events), key=lambda event: event.start_s)),
-        )

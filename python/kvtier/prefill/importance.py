@@ -1,16 +1,13 @@
-"""How much attention each token gets: sampled while the model computes, through the attention registry of transformers."""
+"""How much attention each token gets: sampled while the model computes."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvtier.prefill.registry import Member, attending
 
 __all__ = ["AttentionMass", "block_scores", "watching"]
 
@@ -22,8 +19,6 @@ SINKS = 4
 """First tokens of a prompt, which every query attends to whatever they say."""
 
 _GOLDEN = (5**0.5 - 1) / 2
-_WATCHED = "kvtier_"
-_active = threading.local()
 
 
 class AttentionMass:
@@ -120,48 +115,9 @@ def block_scores(scores: torch.Tensor, first: int, blocks: int, block_tokens: in
     return [top if first + i < sinks else mean for i, mean in enumerate(means)]
 
 
-@contextmanager
-def watching(model: Any, mass: AttentionMass | None) -> Iterator[None]:
+def watching(model: Any, mass: AttentionMass | None) -> AbstractContextManager[None]:
     """Count what the model attends to on this thread meanwhile; its results are the same bits.
 
     Models that attend by something of their own (eager code outside of the registry) are not counted.
     """
-    base = model.config._attn_implementation
-    if mass is None or base not in ALL_ATTENTION_FUNCTIONS:
-        yield
-        return
-    base = base.removeprefix(_WATCHED)  # another engine may watch this model right now
-    name = _WATCHED + base
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        _register(name, base)
-    before = getattr(_active, "mass", None)
-    _active.mass = mass
-    model.config._attn_implementation = name
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = base
-        _active.mass = before
-
-
-def _register(name: str, base: str) -> None:
-    attend = ALL_ATTENTION_FUNCTIONS[base]
-
-    def watched(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        mass: AttentionMass | None = getattr(_active, "mass", None)
-        if mass is not None:
-            scaling = options.get("scaling") or query.shape[-1] ** -0.5
-            layer = getattr(module, "layer_idx", None) or 0
-            mass.look(layer, query, key, attention_mask, scaling, options.get("sliding_window"))
-        return attend(module, query, key, value, attention_mask, *args, **options)
-
-    AttentionInterface.register(name, watched)
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    return nullcontext() if mass is None else attending(model, [Member(look=mass.look)])

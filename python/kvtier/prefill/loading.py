@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Container, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -95,12 +96,36 @@ class Stages:
     def __init__(self, size: int, device: torch.device, *, hbm: bool) -> None:
         self.each = max(size // LOADERS // 64 * 64, 64)
         self.hbm = hbm
-        self._stages = [Stage(self.each, device) for _ in range(LOADERS)]
+        self._lock = threading.Lock()
+        self._loads: list[Load] = []
+        self._free: queue.SimpleQueue[Stage] = queue.SimpleQueue()
+        for _ in range(LOADERS):
+            self._free.put(Stage(self.each, device))
         self._threads = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvtier-load")
 
-    def start(self, load: Load) -> list[Future[None]]:
-        """Run a load's loaders."""
-        return [self._threads.submit(load.pump, stage) for stage in self._stages]
+    def start(self, load: Load) -> None:
+        """Have a load's parts read. Several loads take turns layer by layer, for who computes them together waits for all."""
+        with self._lock:
+            self._loads.append(load)
+        for _ in range(LOADERS):
+            self._threads.submit(self._work)
+
+    def _work(self) -> None:
+        stage = self._free.get()
+        while (found := self._take()) is not None:
+            load, part = found
+            load.read(part, stage)
+        self._free.put(stage)
+
+    def _take(self) -> tuple[Load, _Part] | None:
+        """The part to read next."""
+        with self._lock:
+            while self._loads:
+                load = min(self._loads, key=lambda each: each.group)
+                if (part := load.take()) is not None:
+                    return load, part
+                self._loads.remove(load)
+        return None
 
     def close(self) -> None:
         """End the threads. Blocks until their loads have ended."""
@@ -122,7 +147,7 @@ class _Part(NamedTuple):
 class Load:
     """The tail of one request's prefix on its way into the room.
 
-    Layers are loaded first to last, a few at a time, and within them blocks in the order of the prompt. A block that
+    From :meth:`start` on layers are loaded first to last, a few at a time, and within them blocks in the order of the prompt. A block that
     fails is left out from then on; the others go on. What was found in HBM is handed over on the device, if that is where the
     model computes; blocks that have left it by then come from below, in the same call.
 
@@ -187,7 +212,12 @@ class Load:
         """Numbers of blocks that did not load, counted from the first of the prompt."""
         self.reason = ""
         self.events: list[Event] = []
-        self._threads = stages.start(self) if self._items else []
+        self._stages = stages
+        self._reading = 0
+
+    def start(self) -> None:
+        """Begin. Does not block."""
+        self._stages.start(self)
 
     def wait(self, layer: int) -> None:
         """Block until a layer is there.
@@ -209,8 +239,8 @@ class Load:
 
     def finish(self) -> None:
         """Block until nothing is loading any more."""
-        for thread in self._threads:
-            thread.result()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._reading and (self._next >= len(self._items) or self._error))
         if self._error is not None:
             raise self._error
 
@@ -218,29 +248,37 @@ class Load:
         """Load no more, and block until what was begun has ended: it writes to the room."""
         with self._changed:
             self._next = len(self._items)
-        for thread in self._threads:
-            thread.exception()
+            self._changed.wait_for(lambda: not self._reading)
 
-    def pump(self, stage: Stage) -> None:
+    @property
+    def group(self) -> int:
+        """Which layers are read next."""
+        with self._changed:
+            return self._items[self._next].group if self._next < len(self._items) else 0
+
+    def take(self) -> _Part | None:
+        """The part that is next, which the caller :meth:`read` then; ``None`` for no more."""
+        with self._changed:
+            if self._next >= len(self._items) or self._error is not None:
+                return None
+            self._next += 1
+            self._reading += 1
+            return self._items[self._next - 1]
+
+    def read(self, part: _Part, stage: Stage) -> None:
         """A loader's work."""
-        while True:
-            with self._changed:
-                if self._next >= len(self._items) or self._error is not None:
-                    return
-                item = self._items[self._next]
-                self._next += 1
-            try:
-                self._item(item, stage)
-            except BaseException as error:  # the model's thread raises it
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._open[item.group] -= 1
-                self._changed.notify_all()
+        error: BaseException | None = None
+        try:
+            self._read(part, stage)
+        except BaseException as caught:  # the model's thread raises it
+            error = caught
+        with self._changed:
+            self._error = self._error or error
+            self._reading -= 1
+            self._open[part.group] -= error is None
+            self._changed.notify_all()
 
-    def _item(self, part: _Part, stage: Stage) -> None:
+    def _read(self, part: _Part, stage: Stage) -> None:
         group, (start, stop), layout = self._groups[part.group], part.tokens, self._blocks.layout
         wanted = [i for i in part.blocks if self._first + i not in self.missing]
         if not wanted:

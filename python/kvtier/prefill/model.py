@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from transformers.cache_utils import DynamicCache
 
 from kvtier.identity import Identity
 from kvtier.layout import KVLayout
+from kvtier.prefill.cache import packed_cache
+from kvtier.prefill.registry import Member, attending
 
-__all__ = ["cache_argument", "forward", "layout_of", "logits_of", "namespace", "synchronise"]
+__all__ = ["cache_argument", "forward", "forward_all", "layout_of", "logits_of", "namespace", "synchronise"]
 
 
 def namespace(store: Any, model: Any, *, block_tokens: int = 16, quota: Any = None, **identity: Any) -> Any:
@@ -59,16 +62,61 @@ def logits_of(model: Any, tokens: Sequence[int], cache: DynamicCache, last: int)
     """As :func:`forward`: the logits of the ``last`` tokens, ``[1, last, vocabulary]``; 0 is all. Tokens that a
     :class:`kvtier.prefill.cache.RoomyCache` hides are attended to by none.
     """
-    ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
-    options: dict[str, Any] = {cache_argument(model): cache}
-    hidden = getattr(cache, "hidden", None)
-    if hidden is not None:
+    seen = _seen(cache, len(tokens))
+    mask = {} if seen is None else {"attention_mask": seen.long()}
+    return _logits(model, tokens, cache, last, mask)
+
+
+@torch.no_grad()
+def forward_all(
+    model: Any, parts: Sequence[tuple[Sequence[int], DynamicCache]], looks: Sequence[Callable[..., None] | None]
+) -> torch.Tensor:
+    """:func:`forward` of several requests, each with tokens and a cache of its own, in one pass: the tokens of all go through
+    the weights together, and attend to those of their own request, as they would alone.
+
+    Args:
+        model: one that takes several, see :func:`kvtier.prefill.registry.packs`; of one request any does.
+        parts: tokens and cache of each. The caches differ.
+        looks: who is told of the attention of each.
+
+    Returns:
+        The logits of the last token of each, ``[requests, vocabulary]``. Blocks, except on a GPU.
+    """
+    if len(parts) == 1:
+        with attending(model, [Member(look=looks[0])]) if looks[0] is not None else nullcontext():
+            return forward(model, *parts[0])
+    members, positions = [], []
+    for (tokens, cache), look in zip(parts, looks, strict=True):
         length = cache.get_seq_length()
-        hidden[length : length + len(tokens)] = False  # there they are now
-        if hidden[:length].any():
-            seen = torch.ones(1, length + len(tokens), dtype=torch.long, device=model.device)
-            seen[0, : hidden.numel()] = ~hidden[: seen.shape[1]]
-            options["attention_mask"] = seen
+        members.append(Member(length, len(tokens), _seen(cache, len(tokens)), look))
+        positions.append(torch.arange(length, length + len(tokens), device=model.device))
+    counts = [member.new for member in members]
+    all_tokens = [token for tokens, _ in parts for token in tokens]
+    last = torch.tensor(counts, device=model.device).cumsum(0) - 1
+    packed = packed_cache([cache for _, cache in parts], counts)
+    with attending(model, members):
+        return _logits(model, all_tokens, packed, last, {"position_ids": torch.cat(positions)[None]})[0]
+
+
+def _seen(cache: DynamicCache, new: int) -> torch.Tensor | None:
+    """``bool[1, tokens]``: which tokens of a cache and of ``new`` ones behind it are there; ``None`` for all."""
+    hidden: torch.Tensor | None = getattr(cache, "hidden", None)
+    if hidden is None:
+        return None
+    length = cache.get_seq_length()
+    hidden[length : length + new] = False  # there they are now
+    if not hidden[:length].any():
+        return None
+    seen = torch.ones(1, length + new, dtype=torch.bool, device=hidden.device)
+    seen[0, : hidden.numel()] = ~hidden[: seen.shape[1]]
+    return seen
+
+
+def _logits(
+    model: Any, tokens: Sequence[int], cache: DynamicCache, last: int | torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor:
+    ids = torch.tensor([tokens], dtype=torch.long, device=model.device)
+    options[cache_argument(model)] = cache
     logits: torch.Tensor = model(input_ids=ids, use_cache=True, logits_to_keep=last, **options).logits
     return logits
 
