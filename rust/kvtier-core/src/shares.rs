@@ -5,16 +5,16 @@
 //! the group is chosen that gives way, from a few numbers each, then its policy names the block.
 //! Blocks of a group have numbers of its own (*places*), so that its policies are as small as it is.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use hashbrown::HashMap;
 use kvtier_codec::image::PAGE;
 
-use crate::arena::Arena;
+pub(crate) use crate::claim::Claim;
+use crate::claim::{Moving, Way};
 use crate::error::{Error, Kind, Result};
 use crate::index::{PlainHash, grow};
+use crate::parts::{Part, Tier};
 use crate::policy::{self, Handle, Meta, Policy};
 
 /// The group of all namespaces without a quota.
@@ -24,14 +24,11 @@ const COMMON: usize = 0;
 pub(crate) const NOBODY: u64 = 0;
 
 /// Groups at most, so that choosing one is little work.
-const GROUPS: usize = 256;
+pub(crate) const GROUPS: usize = 256;
 
 /// The share of a tier that can be guaranteed; the rest is for tables, for what is on its way, and
 /// for parts of blocks.
 pub const GUARANTEED: f64 = 0.9;
-
-/// Touches of a tier, at least, over which it is found out how fast a group's blocks are replaced.
-const WINDOW: u64 = 1024;
 
 /// What a namespace may hold.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -67,7 +64,7 @@ pub(crate) enum Need {
 pub(crate) struct Search {
     tier: usize,
     need: Need,
-    /// Blocks of each group that were not named yet.
+    /// Blocks of each group that were not named yet, as far as groups were asked.
     left: Vec<usize>,
 }
 
@@ -79,47 +76,18 @@ impl Search {
             left: Vec::new(),
         }
     }
-}
 
-/// Pages that count for as long as this lives: a block on its way into a tier, or out of it.
-pub(crate) struct Claim {
-    on: Option<(Arc<AtomicU64>, u64)>,
-    /// Where somebody may wait for it to end.
-    tells: Option<Arc<Arena>>,
-}
-
-impl Claim {
-    /// Of somebody who has no share.
-    fn none() -> Self {
-        Claim {
-            on: None,
-            tells: None,
+    /// Some of a group's blocks were named.
+    fn count(&mut self, group: usize, blocks: usize, named: usize) {
+        if self.left.len() <= group {
+            self.left.resize(group + 1, usize::MAX);
         }
-    }
-
-    fn on(sum: &Arc<AtomicU64>, pages: u64) -> Self {
-        sum.fetch_add(pages, Ordering::SeqCst);
-        Claim {
-            on: Some((sum.clone(), pages)),
-            tells: None,
+        let left = &mut self.left[group];
+        *left = match *left {
+            usize::MAX => blocks,
+            left => left,
         }
-    }
-
-    /// Has those look again, once it ends, who wait for room in this memory tier.
-    pub(crate) fn telling(mut self, arena: &Arc<Arena>) -> Self {
-        self.tells = self.on.as_ref().map(|_| arena.clone());
-        self
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        if let Some((sum, pages)) = &self.on {
-            sum.fetch_sub(*pages, Ordering::SeqCst);
-        }
-        if let Some(arena) = &self.tells {
-            arena.notify();
-        }
+        .saturating_sub(named);
     }
 }
 
@@ -168,83 +136,33 @@ impl Account {
     }
 }
 
-/// A group's part of a tier.
-struct Part {
-    policy: Box<dyn Policy>,
-    guaranteed: u64,
-    cap: u64,
-    pages: u64,
-    /// Pages of its largest block so far.
-    largest: u64,
-    coming: Arc<AtomicU64>,
-    going: Arc<AtomicU64>,
-    /// Touches in the window before this one, and in this one.
-    touched: [u64; 2],
-}
-
-impl Part {
-    fn new(policy: Box<dyn Policy>) -> Self {
-        Part {
-            policy,
-            guaranteed: 0,
-            cap: u64::MAX,
-            pages: 0,
-            largest: 1,
-            coming: Arc::default(),
-            going: Arc::default(),
-            touched: [0; 2],
-        }
-    }
-
-    /// Pages of blocks that are here to stay.
-    fn staying(&self) -> u64 {
-        let going = self.going.load(Ordering::SeqCst);
-        self.pages.saturating_sub(going)
-    }
-
-    /// Pages here or on the way here.
-    fn claimed(&self) -> u64 {
-        self.pages + self.coming.load(Ordering::SeqCst)
-    }
-
-    /// Can any of its blocks leave without taking it below its guarantee?
-    fn has_spare(&self) -> bool {
-        self.guaranteed == 0 || self.staying() >= self.guaranteed + self.largest
-    }
-
-    /// Does it hold a block more than it is guaranteed, perhaps on its way out?
-    fn is_above(&self) -> bool {
-        self.pages > 0 && (self.guaranteed == 0 || self.pages >= self.guaranteed + self.largest)
-    }
-
-    /// How long its blocks stay, in no particular unit.
-    fn turnover(&self) -> f64 {
-        self.pages as f64 / (1 + self.touched[0] + self.touched[1]) as f64
-    }
-}
-
 /// Namespaces that are chosen among as one.
+#[derive(Default)]
 struct Group {
-    /// By tier.
-    parts: Vec<Part>,
-    priority: i32,
     /// The block of each place; the common pool's places are the handles themselves.
     handles: Vec<Handle>,
     vacant: Vec<u32>,
 }
 
+impl Group {
+    fn memory(&self) -> usize {
+        (self.handles.capacity() + self.vacant.capacity()) * 4
+    }
+}
+
 /// Shares, policies and accounts of all tiers.
 pub struct Shares {
     policy: String,
-    /// Pages of each tier.
-    sizes: Vec<u64>,
+    tiers: Vec<Tier>,
     groups: Vec<Group>,
     /// The group of each block, and its place there, once there is more than one group.
     membership: Vec<u8>,
     places: Vec<u32>,
     accounts: HashMap<u64, Account, PlainHash>,
-    /// Touches of each tier in this window.
-    touches: Vec<u64>,
+    /// The lowest priority of all groups.
+    lowest: i32,
+    /// Bytes of all policies and places.
+    memory: usize,
 }
 
 impl Shares {
@@ -252,30 +170,31 @@ impl Shares {
     pub fn new(name: &str, sizes: Vec<u64>) -> Result<Self> {
         let mut shares = Shares {
             policy: name.into(),
-            touches: vec![0; sizes.len()],
-            sizes,
+            tiers: sizes.into_iter().map(Tier::new).collect(),
             groups: Vec::new(),
             membership: Vec::new(),
             places: Vec::new(),
             accounts: HashMap::default(),
+            lowest: 0,
+            memory: 0,
         };
-        let common = shares.group()?;
-        shares.groups.push(common);
+        shares.add_group()?;
         Ok(shares)
     }
 
-    fn group(&self) -> Result<Group> {
-        let part = |&pages: &u64| Ok(Part::new(policy::in_chains(&self.policy, pages)?));
-        Ok(Group {
-            parts: self.sizes.iter().map(part).collect::<Result<_>>()?,
-            priority: 0,
-            handles: Vec::new(),
-            vacant: Vec::new(),
-        })
+    fn add_group(&mut self) -> Result<()> {
+        let policy = |tier: &Tier| policy::in_chains(&self.policy, tier.size);
+        let policies = self.tiers.iter().map(policy).collect::<Result<Vec<_>>>()?;
+        for (tier, policy) in self.tiers.iter_mut().zip(policies) {
+            self.memory += size_of::<Part>() + policy.memory_bytes();
+            tier.add_group(policy);
+        }
+        self.groups.push(Group::default());
+        Ok(())
     }
 
     fn account(&mut self, tag: u64) -> &mut Account {
-        let tiers = self.sizes.len();
+        let tiers = self.tiers.len();
         let account = self.accounts.entry(tag);
         account.or_insert_with(|| Account::new(tiers))
     }
@@ -298,9 +217,11 @@ impl Shares {
             return;
         }
         let group = &mut self.groups[number];
+        let before = group.memory();
         let place = group.vacant.pop().unwrap_or(group.handles.len() as u32);
         grow(&mut group.handles, place as usize, h);
         group.handles[place as usize] = h;
+        self.memory = self.memory + group.memory() - before;
         grow(&mut self.membership, h as usize, 0);
         grow(&mut self.places, h as usize, 0);
         (self.membership[h as usize], self.places[h as usize]) = (number as u8, place);
@@ -310,7 +231,10 @@ impl Shares {
     pub(crate) fn detach(&mut self, h: Handle) {
         let (group, place) = self.seat(h);
         if group != COMMON {
-            self.groups[group].vacant.push(place);
+            let group = &mut self.groups[group];
+            let before = group.memory();
+            group.vacant.push(place);
+            self.memory = self.memory + group.memory() - before;
             self.membership[h as usize] = 0;
         }
     }
@@ -318,7 +242,17 @@ impl Shares {
     /// A block's policy in a tier, and the number by which it knows the block.
     fn policy(&mut self, tier: usize, h: Handle) -> (&mut dyn Policy, u32) {
         let (group, place) = self.seat(h);
-        (&mut *self.groups[group].parts[tier].policy, place)
+        (&mut *self.tiers[tier].parts[group].policy, place)
+    }
+
+    /// Counts again what a policy knows, to which a block came, or from which one went.
+    fn recount(&mut self, tier: usize, group: usize) {
+        let tier = &mut self.tiers[tier];
+        let part = &mut tier.parts[group];
+        let (blocks, memory) = (part.policy.len(), part.policy.memory_bytes());
+        tier.blocks = tier.blocks + blocks - part.blocks;
+        self.memory = self.memory + memory - part.memory;
+        (part.blocks, part.memory) = (blocks, memory);
     }
 
     /// What the policy of a block's group is told of it.
@@ -334,35 +268,37 @@ impl Shares {
     pub(crate) fn enter(&mut self, tier: usize, h: Handle, tag: u64, meta: &Meta) {
         let (group, place) = self.seat(h);
         let translated = self.translated(group, meta);
-        let policy = &mut self.groups[group].parts[tier].policy;
+        let policy = &mut self.tiers[tier].parts[group].policy;
         policy.on_insert(place, &translated);
+        self.recount(tier, group);
         let pages = u64::from(meta.pages);
         let account = self.account(tag);
         account.held[tier].blocks += 1;
         account.held[tier].pages += pages;
         let group = account.group;
-        let part = &mut self.groups[group].parts[tier];
+        let part = &mut self.tiers[tier].parts[group];
         part.pages += pages;
         part.largest = part.largest.max(pages);
-        self.touch(tier, group);
+        self.tiers[tier].touch(group);
     }
 
     /// It left the tier, in which it took so many pages.
     pub(crate) fn leave(&mut self, tier: usize, h: Handle, tag: u64, pages: u32) {
-        let (policy, place) = self.policy(tier, h);
-        policy.on_remove(place);
+        let (group, place) = self.seat(h);
+        self.tiers[tier].parts[group].policy.on_remove(place);
+        self.recount(tier, group);
         let account = self.account(tag);
         account.held[tier].blocks -= 1;
         account.held[tier].pages -= u64::from(pages);
         let group = account.group;
-        self.groups[group].parts[tier].pages -= u64::from(pages);
+        self.tiers[tier].parts[group].pages -= u64::from(pages);
     }
 
     /// A block was used.
     pub(crate) fn on_hit(&mut self, tier: usize, h: Handle) {
-        let (policy, place) = self.policy(tier, h);
-        policy.on_hit(place);
-        self.touch(tier, self.seat(h).0);
+        let (group, place) = self.seat(h);
+        self.tiers[tier].parts[group].policy.on_hit(place);
+        self.tiers[tier].touch(group);
     }
 
     /// A block that was named stays; see [`Policy::defer`].
@@ -373,56 +309,60 @@ impl Shares {
 
     /// The caller's score of a block changed.
     pub(crate) fn set_importance(&mut self, h: Handle, score: f32) {
-        for tier in 0..self.sizes.len() {
+        for tier in 0..self.tiers.len() {
             let (policy, place) = self.policy(tier, h);
             policy.set_importance(place, score);
         }
     }
 
-    fn touch(&mut self, tier: usize, group: usize) {
-        if self.groups.len() == 1 {
-            return;
-        }
-        self.groups[group].parts[tier].touched[1] += 1;
-        self.touches[tier] += 1;
-        if self.touches[tier] >= WINDOW.max(self.len(tier) as u64) {
-            self.touches[tier] = 0;
-            for group in &mut self.groups {
-                let touched = &mut group.parts[tier].touched;
-                *touched = [touched[1], 0];
-            }
-        }
-    }
-
-    /// When a group's turn to give way comes, for this need; the lowest first. `None`: never.
-    fn turn(&self, tier: usize, group: usize, need: Need) -> Option<u8> {
-        let part = &self.groups[group].parts[tier];
-        if part.policy.is_empty() {
+    /// When a group's turn to give way comes, for this need of the group `own`; the lowest first.
+    /// `None`: never. `above`: does any group hold a block more than it is guaranteed? It is found out
+    /// once.
+    fn turn(
+        &self,
+        at: usize,
+        group: usize,
+        (need, own): (Need, usize),
+        above: &mut Option<bool>,
+    ) -> Option<u8> {
+        let tier = &self.tiers[at];
+        let part = &tier.parts[group];
+        if part.blocks == 0 {
             return None;
         }
         match need {
-            Need::Cap(tag) => (self.group_of(tag) == group).then_some(0),
-            _ if part.has_spare() => Some(0),
+            Need::Cap(_) => (own == group).then_some(0),
+            _ if tier.has_spare(group) => Some(0),
             Need::Tier => None,
             Need::Tables => Some(4),
-            Need::Block(tag) => {
-                let own = self.group_of(tag);
-                let mine = &self.groups[own].parts[tier];
-                let entitled = mine.guaranteed > 0 && mine.claimed() <= mine.guaranteed;
+            Need::Block(_) => {
+                let mine = &tier.parts[own];
+                let entitled = mine.guaranteed > 0 && tier.claimed(own) <= mine.guaranteed;
                 if own == group {
                     return Some(if entitled { 3 } else { 1 });
                 }
                 // Where guarantees fill the tier, what is above one by less than a block.
-                let partly = part.staying() > part.guaranteed && (entitled || mine.pages == 0);
-                let mut parts = self.groups.iter().map(|group| &group.parts[tier]);
-                (partly && !parts.any(Part::is_above)).then_some(2)
+                let partly = tier.staying(group) > part.guaranteed && (entitled || mine.pages == 0);
+                let any = || tier.parts.iter().any(Part::is_above);
+                (partly && !*above.get_or_insert_with(any)).then_some(2)
             }
         }
     }
 
+    /// A need, and the group that has it.
+    fn of(&self, need: Need) -> (Need, usize) {
+        let own = match need {
+            Need::Block(tag) | Need::Cap(tag) => self.group_of(tag),
+            Need::Tier | Need::Tables => COMMON,
+        };
+        (need, own)
+    }
+
     /// May a block of this namespace leave a tier for this need?
     pub(crate) fn may_leave(&self, tier: usize, tag: u64, need: Need) -> bool {
-        self.groups.len() == 1 || self.turn(tier, self.group_of(tag), need).is_some()
+        let one = self.groups.len() == 1;
+        let turn = || self.turn(tier, self.group_of(tag), self.of(need), &mut None);
+        one || turn().is_some()
     }
 
     /// As [`Shares::may_leave`], and no other group's blocks leave before.
@@ -430,9 +370,38 @@ impl Shares {
         if self.groups.len() == 1 {
             return true;
         }
-        let rank = |g: usize| Some((self.turn(tier, g, need)?, self.groups[g].priority));
-        let first = (0..self.groups.len()).filter_map(rank).min();
-        first.is_some() && rank(self.group_of(tag)) == first
+        let (need, mut above) = (self.of(need), None);
+        let parts = &self.tiers[tier].parts;
+        let mut rank = |g: usize| Some((self.turn(tier, g, need, &mut above)?, parts[g].priority));
+        match rank(self.group_of(tag)) {
+            None => false,
+            Some((0, priority)) if priority == self.lowest => true,
+            own => (0..parts.len()).filter_map(rank).min() == own,
+        }
+    }
+
+    /// Of the groups with blocks that this search has not named, and that were not asked: the one
+    /// that gives way first. Of one turn and priority, it is the one whose blocks stay longest.
+    fn next_to_give(&self, search: &Search, asked: &[bool; GROUPS]) -> Option<usize> {
+        let parts = &self.tiers[search.tier].parts;
+        let (need, mut above) = (self.of(search.need), None);
+        let mut first: Option<(u8, i32, usize)> = None;
+        for (g, part) in parts.iter().enumerate() {
+            if asked[g] || search.left.get(g) == Some(&0) {
+                continue;
+            }
+            let Some(turn) = self.turn(search.tier, g, need, &mut above) else {
+                continue;
+            };
+            let rank = (turn, part.priority);
+            if first.is_none_or(|(turn, priority, other)| {
+                rank < (turn, priority)
+                    || (rank == (turn, priority) && part.stays_longer(&parts[other]))
+            }) {
+                first = Some((turn, part.priority, g));
+            }
+        }
+        first.map(|(_, _, g)| g)
     }
 
     /// Appends up to `n` distinct victims, the first to leave first; nothing once each block that may
@@ -444,47 +413,33 @@ impl Shares {
         eligible: &mut dyn FnMut(Handle) -> bool,
         out: &mut Vec<Handle>,
     ) {
-        let Search { tier, need, .. } = *search;
         let named = out.len();
-        for g in search.left.len()..self.groups.len() {
-            search.left.push(self.groups[g].parts[tier].policy.len());
-        }
         let mut asked = [false; GROUPS];
         while out.len() < named + n {
-            // Of one turn and priority, the group whose blocks stay longest.
-            let next = (0..self.groups.len())
-                .filter(|&g| !asked[g] && search.left[g] > 0)
-                .filter_map(|g| Some((self.turn(tier, g, need)?, g)))
-                .min_by(|&(a, g), &(b, h)| {
-                    let (x, y) = (&self.groups[g], &self.groups[h]);
-                    (a, x.priority).cmp(&(b, y.priority)).then(
-                        y.parts[tier]
-                            .turnover()
-                            .total_cmp(&x.parts[tier].turnover()),
-                    )
-                });
-            let Some((_, g)) = next else {
+            let Some(g) = self.next_to_give(search, &asked) else {
                 return;
             };
             asked[g] = true;
-            let Group { parts, handles, .. } = &mut self.groups[g];
-            let part = &mut parts[tier];
+            let tier = &mut self.tiers[search.tier];
+            let staying = tier.staying(g);
+            let part = &mut tier.parts[g];
             let mut wanted = named + n - out.len();
             if part.guaranteed > 0 {
-                let spare = part.staying().saturating_sub(part.guaranteed) / part.largest;
+                let spare = staying.saturating_sub(part.guaranteed) / part.largest;
                 wanted = wanted.min(spare.max(1) as usize);
             }
             let from = out.len();
             if g == COMMON {
                 part.policy.victims(wanted, eligible, out);
             } else {
+                let handles = &self.groups[g].handles;
                 let mut eligible = |place: u32| eligible(handles[place as usize]);
                 part.policy.victims(wanted, &mut eligible, out);
                 for h in &mut out[from..] {
                     *h = handles[*h as usize];
                 }
             }
-            search.left[g] = search.left[g].saturating_sub(out.len() - from);
+            search.count(g, part.blocks, out.len() - from);
             if out.len() > from {
                 return; // the next ones may be another's, once these have left
             }
@@ -494,39 +449,37 @@ impl Shares {
     /// Counts a block of a namespace that is on its way into a tier. `None`: it would take the
     /// namespace above its cap.
     pub(crate) fn claim(&self, tier: usize, tag: u64, pages: u32) -> Option<Claim> {
-        let group = self.group_of(tag);
-        if group == COMMON {
-            return Some(Claim::none());
-        }
-        let part = &self.groups[group].parts[tier];
-        let pages = u64::from(pages);
-        (part.claimed() + pages <= part.cap).then(|| Claim::on(&part.coming, pages))
+        let (at, group) = (&self.tiers[tier], self.group_of(tag));
+        let free = group == COMMON || at.claimed(group) + u64::from(pages) <= at.parts[group].cap;
+        free.then(|| self.count_moving(tier, Way::In, group, pages))
     }
 
     /// Counts a block that has left a tier while somebody keeps its place there.
     pub(crate) fn keep(&self, tier: usize, tag: u64, pages: u32) -> Claim {
-        match self.group_of(tag) {
-            COMMON => Claim::none(),
-            group => Claim::on(&self.groups[group].parts[tier].coming, pages.into()),
-        }
+        self.count_moving(tier, Way::In, self.group_of(tag), pages)
     }
 
     /// Counts a block of a namespace that is about to leave a tier. `None`: it may not.
     pub(crate) fn going(&self, tier: usize, tag: u64, pages: u32, need: Need) -> Option<Claim> {
-        let claim = || match self.group_of(tag) {
+        self.may_leave(tier, tag, need)
+            .then(|| self.count_moving(tier, Way::Out, self.group_of(tag), pages))
+    }
+
+    fn count_moving(&self, tier: usize, way: Way, group: usize, pages: u32) -> Claim {
+        match group {
             COMMON => Claim::none(),
-            group => Claim::on(&self.groups[group].parts[tier].going, pages.into()),
-        };
-        self.may_leave(tier, tag, need).then(claim)
+            group => Claim::on(&self.tiers[tier].moving, way, group, pages.into()),
+        }
     }
 
     /// How a namespace stands to its cap in a tier; `None`: it has no cap.
     pub(crate) fn cap(&self, tier: usize, tag: u64) -> Option<Cap> {
-        let part = &self.groups[self.group_of(tag)].parts[tier];
-        (part.cap < u64::MAX).then(|| Cap {
-            pages: part.cap,
-            free: part.cap as i64 - part.claimed() as i64,
-            going: part.going.load(Ordering::SeqCst) as i64,
+        let (tier, group) = (&self.tiers[tier], self.group_of(tag));
+        let cap = tier.parts[group].cap;
+        (cap < u64::MAX).then(|| Cap {
+            pages: cap,
+            free: cap as i64 - tier.claimed(group) as i64,
+            going: tier.moving.pages(Way::Out, group) as i64,
         })
     }
 
@@ -555,7 +508,7 @@ impl Shares {
             }
             let others: u64 = (0..self.groups.len())
                 .filter(|&g| g != own || own == COMMON)
-                .map(|g| self.groups[g].parts[tier].guaranteed * PAGE as u64)
+                .map(|g| self.tiers[tier].parts[g].guaranteed * PAGE as u64)
                 .sum();
             let most = (size as f64 * GUARANTEED) as u64;
             if guaranteed > 0 && others + guaranteed > most {
@@ -565,13 +518,15 @@ impl Shares {
             }
         }
         let own = if own == COMMON { self.open(tag)? } else { own };
-        let group = &mut self.groups[own];
-        group.priority = quota.priority;
-        for (tier, part) in group.parts.iter_mut().enumerate().take(bytes.len()) {
+        for (tier, at) in self.tiers.iter_mut().enumerate().take(bytes.len()) {
+            let part = &mut at.parts[own];
+            part.priority = quota.priority;
             let guaranteed = quota.guaranteed.get(tier).copied().unwrap_or(0);
             let cap = quota.cap.get(tier).copied().flatten();
             part.guaranteed = guaranteed.div_ceil(PAGE as u64);
             part.cap = cap.map_or(u64::MAX, |cap| cap / PAGE as u64);
+            let priorities = at.parts.iter().map(|part| part.priority);
+            self.lowest = priorities.min().unwrap_or(0);
         }
         Ok(())
     }
@@ -588,14 +543,14 @@ impl Shares {
                 ),
             ));
         }
-        let group = self.group()?;
-        self.groups.push(group);
+        self.add_group()?;
         let account = self.account(tag);
         account.group = number;
         let held = account.held.clone();
         for (tier, held) in held.iter().enumerate() {
-            self.groups[COMMON].parts[tier].pages -= held.pages;
-            self.groups[number].parts[tier].pages += held.pages;
+            let parts = &mut self.tiers[tier].parts;
+            parts[COMMON].pages -= held.pages;
+            parts[number].pages += held.pages;
         }
         Ok(number)
     }
@@ -610,30 +565,32 @@ impl Shares {
         self.attach(h, tag);
         let (_, place) = self.seat(h);
         for (tier, &pages) in pages.iter().enumerate() {
-            let common = &mut self.groups[COMMON].parts[tier].policy;
+            let common = &mut self.tiers[tier].parts[COMMON].policy;
             let before = common.len();
             common.on_remove(h);
-            if common.len() < before {
+            let was_there = common.len() < before;
+            self.recount(tier, COMMON);
+            if was_there {
                 let meta = Meta {
                     pages,
                     ..self.translated(number, meta)
                 };
-                let part = &mut self.groups[number].parts[tier];
+                let part = &mut self.tiers[tier].parts[number];
                 part.policy.on_insert(place, &meta);
                 part.largest = part.largest.max(pages.into());
+                self.recount(tier, number);
             }
         }
     }
 
     /// The numbers of all tiers.
     pub(crate) fn tiers(&self) -> std::ops::Range<usize> {
-        0..self.sizes.len()
+        0..self.tiers.len()
     }
 
     /// Blocks in a tier.
     pub(crate) fn len(&self, tier: usize) -> usize {
-        let parts = self.groups.iter().map(|group| &group.parts[tier]);
-        parts.map(|part| part.policy.len()).sum()
+        self.tiers[tier].blocks
     }
 
     /// The namespaces that have an account.
@@ -644,12 +601,12 @@ impl Shares {
     /// A namespace's account; an empty one if it never held or asked for anything.
     pub(crate) fn read(&self, tag: u64) -> Account {
         let account = self.accounts.get(&tag).cloned();
-        account.unwrap_or_else(|| Account::new(self.sizes.len()))
+        account.unwrap_or_else(|| Account::new(self.tiers.len()))
     }
 
     /// Pages of a tier that are guaranteed to a namespace, and its cap there.
     pub(crate) fn limits(&self, tier: usize, tag: u64) -> (u64, Option<u64>) {
-        let part = &self.groups[self.group_of(tag)].parts[tier];
+        let part = &self.tiers[tier].parts[self.group_of(tag)];
         (
             part.guaranteed,
             Some(part.cap).filter(|&cap| cap < u64::MAX),
@@ -658,15 +615,9 @@ impl Shares {
 
     /// Bytes kept in memory.
     pub(crate) fn memory_bytes(&self) -> usize {
-        let account = size_of::<Account>() + 8 + self.sizes.len() * size_of::<Held>();
-        let groups = self.groups.iter().map(|group| {
-            let parts = group.parts.iter();
-            (group.handles.capacity() + group.vacant.capacity()) * 4
-                + parts
-                    .map(|p| size_of::<Part>() + p.policy.memory_bytes())
-                    .sum::<usize>()
-        });
-        groups.sum::<usize>()
+        let account = size_of::<Account>() + 8 + self.tiers.len() * size_of::<Held>();
+        self.memory
+            + self.tiers.len() * size_of::<Moving>()
             + self.membership.capacity()
             + self.places.capacity() * 4
             + self.accounts.capacity() * account
