@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from kvtier.prefill import Prefill, PrefillEngine, layout_of, namespace
 from kvtier.prefill.attended import Attended, most_attended
 from kvtier.prefill.importance import SINKS, AttentionMass
 from kvtier.prefill.model import cache_argument
+from kvtier.prefill.request import needed
 from test_prefill import CONFIGS, build, llama
-from test_prefill_engine import BLOCK, CACHED, CHUNK, PROMPT, WAIT, same, store_of
+from test_prefill_engine import BLOCK, CACHED, CHUNK, PROMPT, WAIT, after_layers, same, store_of
+from test_prefill_queue import Recording
 
 FRACTION = 0.3
+FEW = 0.03
+"""Six tokens, the first four among them."""
 
 
 @torch.no_grad()
@@ -45,9 +50,13 @@ def stored(model: Any, block: int = BLOCK) -> DictNamespace:
     return blocks
 
 
-def kept_of(blocks: Any, tokens: int = CACHED) -> torch.Tensor:
+def kept_of(blocks: Any, tokens: int = CACHED, fraction: float = FRACTION) -> torch.Tensor:
     keys = blocks.chain(PROMPT)[: tokens // blocks.layout.block_tokens]
-    return most_attended(Attended(blocks).read(keys), FRACTION)
+    return most_attended(Attended(blocks).read(keys), fraction)
+
+
+def blocks_of(store: Any, model: Any) -> Any:
+    return namespace(store, model, weights=b"tests")
 
 
 def exact(model: Any, blocks: DictNamespace) -> Prefill:
@@ -269,3 +278,54 @@ def test_what_is_no_fraction_is_refused(model: Any, fraction: Any) -> None:
             engine.run(PROMPT, retain=fraction)
         with pytest.raises(ConfigError, match="retain="):
             engine.submit(PROMPT, retain=fraction)
+
+
+def test_of_a_request_that_waits_only_blocks_with_kept_tokens_are_fetched(model: Any) -> None:
+    source = stored(model)
+    blocks = Recording(source.layout, source.blocks, besides=source.besides)
+    kept, keys = kept_of(source, fraction=FEW), source.chain(PROMPT)
+    expected = [key for key, some in zip(keys, kept.view(-1, BLOCK).any(1).tolist(), strict=False) if some]
+    assert 0 < len(expected) < CACHED // BLOCK
+    go, fetched = threading.Event(), threading.Event()
+
+    def prefetch(keys: Sequence[bytes], **options: Any) -> Any:
+        job = Recording.prefetch(blocks, keys, **options)
+        if list(keys) == expected:
+            fetched.set()
+        return job
+
+    blocks.prefetch = prefetch  # type: ignore[method-assign]
+    with (
+        PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine,
+        after_layers(model, lambda _: go.wait(WAIT) and None),
+    ):
+        futures = [engine.submit(PROMPT, front=0, retain=fraction) for fraction in (1.0, FEW, 1.0)]
+        assert fetched.wait(WAIT)
+        assert sorted(len(job.keys) for job in blocks.jobs) == sorted([len(expected), len(keys)])
+        go.set()
+        some = futures[1].result(WAIT)
+        futures[2].result(WAIT)
+    assert some.report.tokens_reused == int(kept.sum())
+    assert all(job.cancelled for job in blocks.jobs)
+
+
+def test_what_is_fetched_for_it_comes_up_from_nvme_and_the_rest_stays(tmp_path: Path) -> None:
+    model = sharp(llama(num_hidden_layers=4))
+    with store_of("nvme", tmp_path) as store:
+        blocks = namespace(store, model, weights=b"tests")
+        with PrefillEngine(model, blocks, chunk_tokens=CHUNK, importance=True) as engine:
+            assert engine.flush(engine.run(PROMPT))
+            keys = blocks.chain(PROMPT)
+            wanted = needed(engine, keys, tokens=len(PROMPT), retain=FEW)
+            assert 0 < len(wanted) < CACHED // BLOCK
+    with (
+        store_of("nvme", tmp_path) as store,
+        PrefillEngine(model, blocks_of(store, model), chunk_tokens=CHUNK) as engine,
+    ):
+        assert needed(engine, keys, tokens=len(PROMPT), retain=FEW) == wanted
+        engine._ahead.add(0, keys, lambda keys: needed(engine, keys, tokens=len(PROMPT), retain=FEW))
+        engine._ahead.close()  # it has looked it up
+        assert engine.blocks.prefetch(wanted).wait(WAIT)  # type: ignore[attr-defined]
+        tiers = [engine.blocks.match([key]).tiers[0] for key in keys]
+        assert {key for key, tier in zip(keys, tiers, strict=True) if tier == "dram"} == set(wanted)
+        engine._ahead.take(0)

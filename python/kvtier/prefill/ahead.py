@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvtier.integrations.verbs import BlockNamespace, Transfer
@@ -18,6 +19,8 @@ class _Waiting:
     keys: Sequence[bytes]
     jobs: list[tuple[Transfer, str, int]] = field(default_factory=list)
     """What is fetched, to which tier, and its bytes."""
+    known: bool = True
+    """Whether the keys are what it will load."""
 
 
 class Lookahead:
@@ -36,12 +39,39 @@ class Lookahead:
         self._left = {"hbm": min(hbm, budget), "dram": budget}
         self._lock = threading.Lock()
         self._waiting: dict[int, _Waiting] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-ahead")
 
-    def add(self, number: int, keys: Sequence[bytes]) -> None:
-        """A request waits, behind those that were added before. Does not block."""
+    def add(
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        needed: Callable[[Sequence[bytes]], Sequence[bytes]] | None = None,
+    ) -> None:
+        """A request waits, behind those that were added before. Does not block.
+
+        Args:
+            number: its own.
+            keys: of its blocks.
+            needed: says which of them it will load, on a thread of the lookahead's; default all.
+        """
         with self._lock:
-            self._waiting[number] = _Waiting(keys)
+            self._waiting[number] = _Waiting(keys, known=needed is None)
+            if needed is not None:
+                self._thread.submit(self._learn, self._waiting[number], needed)
             self._start()
+
+    def _learn(self, waiting: _Waiting, needed: Callable[[Sequence[bytes]], Sequence[bytes]]) -> None:
+        keys: Sequence[bytes] = ()
+        try:
+            keys = needed(waiting.keys)
+        finally:  # what cannot be told is the request's own to load
+            with self._lock:
+                waiting.keys, waiting.known = keys, True
+                self._start()
+
+    def close(self) -> None:
+        """Blocks until nothing is being looked up."""
+        self._thread.shutdown()
 
     def take(self, number: int) -> None:
         """It begins now: what has not arrived is its own to load, and its share of the budget is the next one's."""
@@ -56,7 +86,7 @@ class Lookahead:
         """Begin what the budget has room for, under the lock."""
         size = self._blocks.layout.block_bytes
         for waiting in self._waiting.values():
-            if waiting.jobs:
+            if waiting.jobs or not waiting.known:
                 continue
             match = self._blocks.match(waiting.keys)
             found = list(zip(waiting.keys, match.tiers, strict=False))

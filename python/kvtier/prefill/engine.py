@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +26,7 @@ from kvtier.prefill.loading import Stages, is_device_of, layer_groups
 from kvtier.prefill.model import forward, layout_of, namespace
 from kvtier.prefill.plan import Meter
 from kvtier.prefill.prompt import check_fraction, check_parts, token_ids
-from kvtier.prefill.request import Prefill, Request, prefill_all
+from kvtier.prefill.request import Prefill, Request, needed, prefill_all
 from kvtier.prefill.storing import WriteBack, Writer, held
 
 __all__ = ["PrefillEngine"]
@@ -220,7 +221,7 @@ class PrefillEngine:
     ) -> Future[Prefill]:
         """As :meth:`run`, in the background: requests run in the order in which they were submitted, and while one runs,
         what the next ones need is fetched from NVMe to memory, and to HBM where that is on the model's device, as far as
-        ``lookahead`` goes.
+        ``lookahead`` goes; with ``retain`` only blocks of which it will load something.
 
         Does not block. The future's ``result()`` is the prefill; ``cancel()`` takes back one that has not begun.
         """
@@ -229,7 +230,9 @@ class PrefillEngine:
         with self._submitting:
             number = next(self._numbers)
             if self._open:  # else it begins at once
-                self._ahead.add(number, keys)
+                some = retain is not None and retain < 1
+                choose = partial(needed, self, tokens=len(tokens), retain=retain) if some else None
+                self._ahead.add(number, keys, choose)
             self._open += 1
 
         def work() -> Prefill:
@@ -352,6 +355,7 @@ class PrefillEngine:
         """Wait for what was submitted and for the write-back, and end all threads. Closing twice is allowed."""
         self._closed = True
         self._queue.shutdown()
+        self._ahead.close()
         self._writer.close()
         with self._running:
             self._stages.close()

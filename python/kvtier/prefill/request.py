@@ -26,7 +26,7 @@ from kvtier.prefill.timeline import Event, busy
 if TYPE_CHECKING:
     from kvtier.prefill.engine import PrefillEngine
 
-__all__ = ["Prefill", "Request", "prefill_all"]
+__all__ = ["Prefill", "Request", "needed", "prefill_all"]
 
 
 class Prefill(NamedTuple):
@@ -80,14 +80,11 @@ class Request:
         self.lost = 0
         self.new_s = self.front_s = 0.0
         self.match = self.blocks.match(self.keys)
-        self.cached = min(self.match.tokens, len(self.tokens) - 1) // self.chunk * self.chunk
+        self.cached = _usable(engine, self.match.tokens, len(tokens))
         blocks = self.cached // self.size
         if front is not None:
             front = min(-(-front // self.chunk) * self.chunk, self.cached)
-        kept = None
-        if retain is not None and retain < 1 and blocks:
-            with suppress(*UNAVAILABLE):  # then nothing is known, and everything is loaded
-                kept = most_attended(self.engine._attended.read(self.keys[:blocks], self.engine.timeout), retain)
+        kept = _kept(engine, self.keys[:blocks], retain)
         # Without the model's device, a block in HBM is read from below.
         tiers = [tier if self.engine._hbm or tier != "hbm" else "dram" for tier in self.match.tiers[:blocks]]
         self.plan = plan(
@@ -222,6 +219,37 @@ class Request:
             importance=None if self.mass is None else self.mass.scores(),
             timeline=tuple(sorted((*self.events, *self.load.events), key=lambda event: event.start_s)),
         )
+
+
+def _usable(engine: PrefillEngine, matched: int, tokens: int) -> int:
+    """How many stored tokens a prompt can use: whole chunks, and never its last token."""
+    return min(matched, tokens - 1) // engine.chunk_tokens * engine.chunk_tokens
+
+
+def _kept(engine: PrefillEngine, keys: Sequence[bytes], retain: float | None) -> torch.Tensor | None:
+    """Which tokens of stored blocks are loaded, ``bool[tokens]``; ``None`` for all."""
+    if retain is None or retain >= 1 or not keys:
+        return None
+    with suppress(*UNAVAILABLE):  # then nothing is known, and everything is loaded
+        return most_attended(engine._attended.read(keys, engine.timeout), retain)
+    return None
+
+
+def needed(engine: PrefillEngine, keys: Sequence[bytes], *, tokens: int, retain: float | None) -> list[bytes]:
+    """Of a prompt's keys those of the blocks that a request would load now. Blocks while it reads what was attended to.
+
+    Args:
+        engine: whose request it is.
+        keys: of the prompt's blocks.
+        tokens: of the prompt.
+        retain: see :meth:`kvtier.prefill.PrefillEngine.run`.
+    """
+    size = engine.blocks.layout.block_tokens
+    usable = list(keys[: _usable(engine, engine.blocks.match(keys).tokens, tokens) // size])
+    kept = _kept(engine, usable, retain)
+    if kept is None:
+        return usable
+    return [key for key, some in zip(usable, kept.view(-1, size).any(1).tolist(), strict=True) if some]
 
 
 def prefill_all(requests: Sequence[Request], overlap: bool) -> list[Prefill]:
