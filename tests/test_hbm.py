@@ -272,6 +272,80 @@ def test_a_failed_copy_gives_its_place_back() -> None:
         assert store.prefetch(names, to="hbm").result() == [Result(True, "hbm")] * 3
 
 
+def test_a_thread_that_cannot_start_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start = threading.Thread.start
+    refused: list[str] = []
+    device = HostBackend(MIB)
+
+    def begin(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def threads() -> list[str]:
+        return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier"))
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    tiers = Dram(8 * MIB), Nvme(tmp_path, 16 * MIB)
+    before = threads()
+    for name in ("kvtier-copy-in", "kvtier-copy-out", "kvtier-hbm"):
+        refused[:] = [name]
+        with pytest.raises(StorageError, match="cannot start the thread kvtier-"):
+            Store(Hbm(MIB, backend="host"), *tiers)
+        assert threads() == before
+        with Store(*tiers) as store:  # the directory's lock is free
+            assert store.put(key("a"), b"a").reason is None
+    with pytest.raises(StorageError):
+        Store(Hbm(MIB, backend=device), *tiers)
+    with pytest.raises(ClosedError):
+        device.copy_in([])
+
+
+def test_a_device_that_only_fails_is_set_aside(caplog: pytest.LogCaptureFixture) -> None:
+    device = Gate(4 * MIB)
+    device.open.set()
+    with Store(Hbm(4 * MIB, backend=device), Dram(32 * MIB)) as store:
+        names = fill(store, 6)
+        assert store.prefetch(names[:1], to="hbm").result() == [Result(True, "hbm")]
+        device.broken = True
+        for name in names[1:4]:
+            assert store.prefetch([name], to="hbm").result() == [Result(False, None, "device")]
+        stats = store.stats()["tiers"]["hbm"]
+        assert (stats["set_aside"], stats["blocks"], stats["errors"]) == (1, 0, 3)
+        assert [store.prefetch([name], to="hbm").result()[0].reason for name in names] == ["device"] * 6
+        assert store.lease(names[:1], to="hbm").reasons == ["device"]
+        assert store.stats()["tiers"]["hbm"]["errors"] == 3, "it was asked for nothing more"
+        outs = [device.empty(MIB) for _ in names]
+        assert store.get_into(names, outs) == [Result(True, "dram")] * 6
+        assert [out.tobytes() for out in outs] == [payload(name, MIB) for name in names]
+    said = [record for record in caplog.records if "set aside" in record.getMessage()]
+    assert [(record.name, record.levelname) for record in said] == [("kvtier", "WARNING")]
+
+
+class Torn(HostBackend):
+    """A device that cannot read its pool any more."""
+
+    def deliver(self, deliveries: Any, stream: Any = None) -> Copying:
+        pool = self.view(0, self.capacity)
+        if any(np.may_share_memory(pool, source) for source, _ in deliveries):
+            raise StorageError("the device cannot read its memory")
+        return super().deliver(deliveries, stream)
+
+
+def test_what_cannot_be_read_from_the_pool_is_read_from_below() -> None:
+    device = Torn(4 * MIB)
+    with Store(Hbm(4 * MIB, backend=device), Dram(32 * MIB)) as store:
+        names = fill(store, 3)
+        assert all(store.prefetch(names[:2], to="hbm").result())
+        outs = [device.empty(MIB) for _ in names]
+        for failures in (1, 2, 3):
+            assert store.get_into(names, outs) == [Result(True, "dram")] * 3
+            assert [out.tobytes() for out in outs] == [payload(name, MIB) for name in names]
+            stats = store.stats()["tiers"]["hbm"]
+            assert (stats["errors"], stats["set_aside"]) == (failures, int(failures == 3))
+        assert store.match(names).tiers == ["dram"] * 3
+
+
 def test_closing_with_copies_in_flight() -> None:
     device = Gate(4 * MIB)
     store = Store(Hbm(4 * MIB, backend=device), Dram(32 * MIB))

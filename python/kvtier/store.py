@@ -64,6 +64,7 @@ class Store(Namespace):
         high, low = config.watermarks
         first = config.tiers[0]
         pool = open_tier(first) if isinstance(first, Hbm) else None
+        core = None
         try:
             core = _kvtier.Core(
                 [_native(tier) for tier in config.tiers],
@@ -74,14 +75,16 @@ class Store(Namespace):
                 config.write_budget_bytes,
                 self._progress,
             )
+            feed, hbm = core.feed(), None
+            if feed is not None and pool is not None:
+                dram = sum(tier.size_bytes for tier in config.tiers if isinstance(tier, Dram))
+                hbm = HbmTier(core, feed, pool, dram, config.verify)
         except BaseException:
+            if core is not None:
+                core.close(None)
             if pool is not None:
                 pool.close()
             raise
-        feed, hbm = core.feed(), None
-        if feed is not None and pool is not None:
-            dram = sum(tier.size_bytes for tier in config.tiers if isinstance(tier, Dram))
-            hbm = HbmTier(core, feed, pool, dram, config.verify)
         super().__init__(core, b"", KVLayout.opaque(), hbm)
 
     @classmethod

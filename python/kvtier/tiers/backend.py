@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvtier.config import Size, parse_size
-from kvtier.errors import ClosedError, ConfigError, InvalidBlockError, UnsupportedError
+from kvtier.errors import ClosedError, ConfigError, InvalidBlockError, StorageError, UnsupportedError
 
 __all__ = [
     "Copy",
@@ -194,6 +194,11 @@ def open_backend(capacity: Size, device: int | str = "auto") -> DeviceBackend:
     if device == "auto":
         return HostBackend(size)
     raise UnsupportedError(f'device={device!r} was asked for, but {found}: use device="host", or mend that')
+
+
+def no_thread(name: str, error: RuntimeError) -> StorageError:
+    """What to raise where a thread cannot be started."""
+    return StorageError(f"cannot start the thread {name}: {error}. Raise the limit on processes (ulimit -u)")
 
 
 def check_copies(copies: Sequence[Copy], capacity: int, *, closed: bool) -> None:

@@ -21,7 +21,7 @@ from kvtier.errors import ConfigError, DeadlineError, InvalidBlockError, Storage
 from kvtier.layout import KVLayout
 from kvtier.results import Result, miss, results
 from kvtier.tiers import cuda
-from kvtier.tiers.backend import Copy, Copying, Delivery, DeviceBackend, open_backend
+from kvtier.tiers.backend import Copy, Copying, Delivery, DeviceBackend, no_thread, open_backend
 
 __all__ = ["HbmTier", "Placed", "countdown", "is_on_host", "open_tier"]
 
@@ -70,7 +70,10 @@ class HbmTier:
         self._at_once = min(_AT_ONCE, memory // _PART)
         self.backend = backend
         self._thread = threading.Thread(target=_serve, args=(feed, backend), name="kvtier-hbm", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise no_thread("kvtier-hbm", error) from None
         # Also before the interpreter ends: a thread must not come back from its wait after that.
         self._ended = weakref.finalize(self, _end, feed, self._thread)
 
@@ -144,9 +147,10 @@ class HbmTier:
         part: _Part,
         timeout: float,
         stream: Any,
+        above: bool = True,
     ) -> list[Result]:
         left = countdown(timeout)
-        placed = self._core.place(space, keys, *part, False)
+        placed = self._core.place(space, keys, *part, False) if above else [None] * len(keys)
         lease = self._core.lease(
             space, [key for key, place in zip(keys, placed, strict=True) if place is None], self._verify, timeout
         )
@@ -176,6 +180,9 @@ class HbmTier:
             # Who does not wait for loads still waits for the copy.
             ended = event.wait(left() if timeout else DEFAULT_TIMEOUT)
         except StorageError:
+            if any(placed):
+                self._feed.failed()
+                return self._read(space, keys, arrays, part, left(), stream, above=False)
             return [miss("device") if result.hit else result for result in outcome]
         if not ended:
             return [miss("deadline") if result.hit else result for result in outcome]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from kvtier.errors import ClosedError, InvalidBlockError, StorageError
-from kvtier.tiers.backend import Copy, Copying, Delivery, check_copies, check_deliveries, check_place
+from kvtier.tiers.backend import Copy, Copying, Delivery, check_copies, check_deliveries, check_place, no_thread
 from kvtier.tiers.paged import check_slots, rows_of
 
 __all__ = ["HostArray", "HostBackend"]
@@ -86,8 +86,13 @@ class HostBackend:
             threading.Thread(target=self._serve, args=(jobs,), name=f"kvtier-copy-{way}", daemon=True)
             for jobs, way in zip(self._queues, ("in", "out"), strict=True)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            self._threads = [thread for thread in self._threads if thread.ident is not None]
+            self.close()
+            raise no_thread("kvtier-copy", error) from None
 
     def register(self, memory: NDArray[np.uint8]) -> None:
         """Nothing to do: all memory is the same here."""

@@ -9,11 +9,13 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kvtier_codec::image::{self, Id, PAGE, Root, Shape};
+use kvtier_nvme::Clock;
 use kvtier_nvme::slots::{BUSY, FREE, LOST};
 
 use crate::arena::backing::Backing;
 use crate::arena::{Arena, Pin};
 use crate::error::Result;
+use crate::health::Health;
 use crate::index::Entry;
 use crate::layout::Selection;
 use crate::load::{Landing, Miss};
@@ -57,16 +59,18 @@ pub(crate) struct HbmTier {
     pub(crate) size: u64,
     pub(crate) arena: Arc<Arena>,
     pub(crate) stats: TierStats,
+    pub(crate) health: Health,
     transfers: Transfers<Known, Transfer, Miss>,
 }
 
 impl HbmTier {
     /// A pool of so many bytes, all free.
-    pub(crate) fn new(size: u64) -> Self {
+    pub(crate) fn new(size: u64, clock: Arc<dyn Clock>) -> Self {
         HbmTier {
             size,
             arena: Arena::new(Box::new(Elsewhere(size as usize))),
             stats: TierStats::default(),
+            health: Health::new(clock),
             transfers: Transfers::default(),
         }
     }
@@ -170,6 +174,13 @@ impl Batch {
     /// that are right become visible.
     pub fn finish(mut self, ok: bool) {
         let inner = self.inner.upgrade();
+        // Whoever hears of a copy that failed finds the device set aside, if it is.
+        match &inner {
+            _ if self.transfers.is_empty() => {}
+            _ if ok => self.hbm.health.succeeded(),
+            Some(inner) => inner.device_failed(),
+            None => {}
+        }
         for mut t in std::mem::take(&mut self.transfers) {
             let how = match (&inner, t.wrong) {
                 (_, Some(miss)) => Err(miss),
@@ -190,7 +201,12 @@ impl Batch {
 
 impl Drop for Batch {
     fn drop(&mut self) {
-        for t in std::mem::take(&mut self.transfers) {
+        let transfers = std::mem::take(&mut self.transfers);
+        match self.inner.upgrade() {
+            Some(inner) if !transfers.is_empty() => inner.device_failed(),
+            _ => {}
+        }
+        for t in transfers {
             let (block, miss) = (t.block, self.fail());
             drop(t);
             self.hbm.end(block, Err(miss));
@@ -219,6 +235,14 @@ impl Feed {
             hbm: self.hbm.clone(),
             inner: self.inner.clone(),
         })
+    }
+
+    /// Something else failed that the device was asked for.
+    pub fn failed(&self) {
+        self.hbm.stats.errors.add(1);
+        if let Some(inner) = self.inner.upgrade() {
+            inner.device_failed();
+        }
     }
 
     /// No more come from now on, and blocks that wait for one are told so.
@@ -337,12 +361,32 @@ impl Inner {
             .map_or(self.memory.len(), |(tier, _)| tier)
     }
 
+    /// Notes that the device failed. Where it does nothing else, it is set aside for a while, and what
+    /// lies there is not trusted any more.
+    fn device_failed(&self) {
+        let Some(hbm) = self.hbm.as_ref().filter(|hbm| hbm.health.failed()) else {
+            return;
+        };
+        tracing::warn!(
+            "the hbm tier is set aside: its device fails again and again. Blocks are served from the tiers below, and it is tried anew every 10 s. See what it says, and whether the device works"
+        );
+        self.index.for_each_shard(|shard| {
+            for h in shard.handles_in_hbm() {
+                self.leave_hbm(shard, &mut self.order.lock(), h);
+                hbm.stats.drops.add(1);
+            }
+        });
+    }
+
     /// Has a block copied from memory to HBM, unless it is there; waits until `deadline` for room
     /// there, see [`Inner::reserve_hbm`]. `told` hears how it ended.
     pub(crate) fn lift(&self, block: Known, deadline: Instant, told: Told<Miss>) {
         let Some(hbm) = &self.hbm else {
             return told(Err(Miss::Absent));
         };
+        if hbm.health.is_aside() {
+            return told(Err(Miss::Device));
+        }
         if !hbm.transfers.begin(block, told) {
             return;
         }

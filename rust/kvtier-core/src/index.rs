@@ -340,6 +340,11 @@ impl Shard {
         self.hbm.get(&h).copied()
     }
 
+    /// All that lie in HBM.
+    pub fn handles_in_hbm(&self) -> Vec<Handle> {
+        self.hbm.keys().copied().collect()
+    }
+
     /// From now on it does not lie in HBM. Returns where it lay.
     pub fn clear_hbm(&mut self, h: Handle) -> Option<u32> {
         self.hbm.remove(&h)

@@ -18,6 +18,7 @@ mod flight;
 pub mod fork;
 mod frames;
 pub mod hbm;
+mod health;
 pub mod index;
 pub mod jobs;
 pub mod key;

@@ -108,6 +108,8 @@ impl Store {
         };
         let page = |pages: u32| u64::from(pages) * PAGE as u64;
         if let Some(hbm) = &inner.hbm {
+            let mut all = counters(&hbm.stats);
+            all.push(("set_aside", hbm.health.is_aside().into()));
             let (pages, free) = (hbm.arena.pages(), hbm.arena.free_pages());
             tiers.push(TierReport {
                 name: HBM,
@@ -118,7 +120,7 @@ impl Store {
                 prefaulted: hbm.size,
                 quarantined: 0,
                 emulated: false,
-                counters: counters(&hbm.stats),
+                counters: all,
                 get: hbm.stats.get.summary(),
             });
         }

@@ -205,7 +205,9 @@ impl Store {
                 (Some(cold), recovered)
             }
         };
-        let hbm = config.hbm.map(|size| Arc::new(HbmTier::new(size)));
+        let hbm = config
+            .hbm
+            .map(|size| Arc::new(HbmTier::new(size, clock.clone())));
         if let Some(hbm) = &hbm {
             sizes.push(hbm.arena.pages().into());
         }

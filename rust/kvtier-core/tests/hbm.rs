@@ -136,30 +136,76 @@ fn a_failed_copy_gives_its_slot_back() {
     let (store, feed, pool, ns) = open(8 << 20);
     let names = fill(&store, &ns, 2);
     for dropped in [false, true] {
-        let job = lift(&store, &ns, &names);
-        for batch in begin(&feed, &pool, 2) {
+        let job = lift(&store, &ns, &names[..1]);
+        for batch in begin(&feed, &pool, 1) {
             match dropped {
                 true => drop(batch),
                 false => batch.finish(false),
             }
         }
-        assert_eq!(got(&job), [Err(Miss::Device); 2]);
+        assert_eq!(got(&job), [Err(Miss::Device)]);
         assert_eq!((used(&store), store.report().tiers[0].blocks), (0, 0));
         assert!(place(&store, &ns, &names[0], false).is_none());
     }
-    let errors = store.report().tiers[0]
-        .counters
-        .iter()
-        .find(|c| c.0 == "errors")
-        .unwrap()
-        .1;
-    assert_eq!(errors, 4);
+    assert_eq!(count(&store, "hbm", "errors"), 2);
+    assert_eq!(count(&store, "hbm", "set_aside"), 0);
     // The source is as free to leave as before, and the block can be copied again.
     let job = lift(&store, &ns, &names);
     begin(&feed, &pool, 2)
         .into_iter()
         .for_each(|batch| batch.finish(true));
     assert_eq!(got(&job), [Ok("hbm"); 2]);
+}
+
+#[test]
+fn a_device_that_only_fails_is_set_aside_and_tried_again_later() {
+    let clock = TestClock::new();
+    let store = over(8 << 20, RamDevice::new(32 << 20), |config| {
+        config.nvme.as_mut().unwrap().clock = clock.clone();
+        config.hbm = Some(pool_size());
+    });
+    let (feed, pool, ns) = (
+        store.feed().unwrap(),
+        Pool::new(pool_size()),
+        opaque(b"hbm"),
+    );
+    let names = fill(&store, &ns, 4);
+    let copied = |n: usize, ok: bool| {
+        let job = lift(&store, &ns, &names[n..=n]);
+        let batches = begin(&feed, &pool, 1);
+        batches.into_iter().for_each(|batch| batch.finish(ok));
+        got(&job)[0]
+    };
+    assert_eq!(copied(0, true), Ok("hbm"));
+    let (at, held) = place(&store, &ns, &names[0], false).unwrap();
+    for n in 1..4 {
+        assert_eq!(count(&store, "hbm", "set_aside"), 0);
+        assert_eq!(copied(n, false), Err(Miss::Device));
+    }
+    // What was copied before is trusted no more, but for whoever uses it already.
+    assert_eq!(count(&store, "hbm", "set_aside"), 1);
+    assert!(place(&store, &ns, &names[0], false).is_none());
+    assert_eq!(pool.read(at, SIZE), bytes(0, SIZE));
+    drop(held);
+    assert_eq!((used(&store), store.report().tiers[0].blocks), (0, 0));
+    // The device is not asked for anything, and readers are served from below.
+    assert_eq!(got(&lift(&store, &ns, &names)), [Err(Miss::Device); 4]);
+    assert!(feed.next(false).unwrap().copies().is_empty());
+    assert_eq!(get(&store, &ns, &names[0], SIZE), Ok(bytes(0, SIZE)));
+    // It is tried again, and set aside at once if it fails still.
+    clock.advance(11);
+    assert_eq!(copied(0, false), Err(Miss::Device));
+    assert_eq!(got(&lift(&store, &ns, &names[..1])), [Err(Miss::Device)]);
+    clock.advance(11);
+    assert_eq!(
+        (copied(0, true), copied(1, false)),
+        (Ok("hbm"), Err(Miss::Device))
+    );
+    assert_eq!(count(&store, "hbm", "set_aside"), 0);
+    // So do other failures on the device count.
+    (0..2).for_each(|_| feed.failed());
+    assert_eq!(count(&store, "hbm", "set_aside"), 1);
+    assert_eq!(used(&store), 0);
 }
 
 #[test]
@@ -365,7 +411,7 @@ fn completion_against_eviction_removal_and_readers() {
         let copier = scope.spawn({
             let (feed, pool) = (feed.clone(), pool.clone());
             move || {
-                let (mut random, mut held) = (Random(1), Vec::new());
+                let (mut random, mut held, mut fails) = (Random(1), Vec::new(), 0);
                 loop {
                     // While batches are held back, it looks at what else there is and goes on.
                     let batch = feed.lock().unwrap().next(held.is_empty());
@@ -375,7 +421,13 @@ fn completion_against_eviction_removal_and_readers() {
                     held.push(batch);
                     while held.len() > 3 || (!held.is_empty() && random.below(2) == 0) {
                         let at = random.below(held.len() as u64) as usize;
-                        held.swap_remove(at).finish(random.below(8) > 0);
+                        // Never three failures in a row: the device would be set aside.
+                        fails = if random.below(8) > 0 {
+                            0
+                        } else {
+                            (fails + 1) % 3
+                        };
+                        held.swap_remove(at).finish(fails == 0);
                     }
                 }
             }

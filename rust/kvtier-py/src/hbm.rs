@@ -41,6 +41,13 @@ impl Feed {
         Ok(batch.map(|batch| Batch(Mutex::new(Some(batch)))))
     }
 
+    /// Something else failed that the device was asked for.
+    fn failed(&self, py: Python<'_>) -> PyResult<()> {
+        check_home(py, self.home)?;
+        py.detach(|| self.feed.failed());
+        Ok(())
+    }
+
     /// No more come from now on. In a fork it does nothing.
     fn stop(&self, py: Python<'_>) {
         if !self.home.is_stale() {
