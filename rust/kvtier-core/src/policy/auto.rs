@@ -2,9 +2,10 @@
 
 use std::collections::VecDeque;
 
+use super::departed::{Departed, Memory};
+use super::paged::Paged;
 use super::reuse::{AGES, CLASSES, Reuse, age_begin, age_of, class_of, gap_of};
 use super::{Handle, Meta, Policy};
-use crate::index::grow;
 
 const NIL: u32 = u32::MAX;
 const NOWHERE: u16 = u16::MAX;
@@ -12,21 +13,25 @@ const NOWHERE: u16 = u16::MAX;
 const TICK: u64 = 16;
 /// A block is let in if it is worth more than this share of what is worth least: what is new was
 /// asked for just now, and what it would push out may never be.
-const MARGIN: f32 = 0.8;
+const MARGIN: f32 = 0.9;
 /// Blocks that one search passes at most because they are not eligible.
 const PATIENCE: usize = 1024;
+/// Blocks that left are remembered: two for each that is here, and at least so many.
+const REMEMBERED: usize = 1 << 14;
+/// Blocks that one look at what is worth least moves to the lists of their age at most.
+const STALE: usize = 64;
 
 #[derive(Clone, Copy, Debug)]
 struct Node {
-    fingerprint: u64,
+    hash: u32,
     prev: u32,
     next: u32,
     parent: u32,
     /// When it was last used, in ticks.
     touched: u32,
     /// The session's turn in which it came, and how often it was used since.
-    turn: u16,
-    hits: u16,
+    turn: u8,
+    hits: u8,
     /// Class and age: the list it is in.
     cell: u16,
     gap: u8,
@@ -43,7 +48,7 @@ const CONTINUED: u8 = 16;
 const SHARED: u8 = 32;
 
 const ABSENT: Node = Node {
-    fingerprint: 0,
+    hash: 0,
     prev: NIL,
     next: NIL,
     parent: NIL,
@@ -60,48 +65,9 @@ fn is_ready(node: &Node) -> bool {
     node.flags & HERE != 0 && node.flags & (HELD | PASSED) == 0
 }
 
-/// What is remembered of a block that left.
-#[derive(Clone, Copy, Debug, Default)]
-struct Ghost {
-    tag: u32,
-    touched: u32,
-    /// 0: there is none. From 61 on all are alike.
-    generation: u16,
-    flags: u8,
-}
-
-/// A ghost in ten bytes: there are two for each block.
-#[derive(Clone, Copy, Debug, Default)]
-struct Packed([u16; 5]);
-
-const GENERATION: u16 = (1 << 14) - 1;
-
-impl Packed {
-    fn pack(ghost: Ghost) -> Self {
-        let halves = |n: u32| [n as u16, (n >> 16) as u16];
-        let ([a, b], [c, d]) = (halves(ghost.tag), halves(ghost.touched));
-        let continued = u16::from(ghost.flags & CONTINUED != 0) << 14;
-        let shared = u16::from(ghost.flags & SHARED != 0) << 15;
-        Packed([
-            a,
-            b,
-            c,
-            d,
-            ghost.generation.min(GENERATION) | continued | shared,
-        ])
-    }
-
-    fn ghost(self) -> Ghost {
-        let Packed([a, b, c, d, rest]) = self;
-        let whole = |low: u16, high: u16| u32::from(high) << 16 | u32::from(low);
-        let flag = |bit: u16, flag: u8| if rest & bit != 0 { flag } else { 0 };
-        Ghost {
-            tag: whole(a, b),
-            touched: whole(c, d),
-            generation: rest & GENERATION,
-            flags: flag(1 << 14, CONTINUED) | flag(1 << 15, SHARED),
-        }
-    }
+/// Spreads what an owner numbered in order, and is near enough to a name.
+fn hash_of(fingerprint: u64) -> u32 {
+    (fingerprint.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32
 }
 
 /// The lists of one class.
@@ -131,11 +97,11 @@ impl Default for Class {
 /// before, and whether another block ever followed it. [`Reuse`] says what that is worth.
 #[derive(Debug)]
 pub struct Auto {
-    nodes: Vec<Node>,
+    nodes: Paged<Node>,
     /// Oldest and newest of each list.
     ends: Vec<(u32, u32)>,
     classes: Vec<Class>,
-    ghosts: Vec<Packed>,
+    departed: Memory,
     /// Blocks that a search had to pass, and blocks that stayed when they were named.
     passed: VecDeque<Handle>,
     deferred: VecDeque<Handle>,
@@ -156,10 +122,10 @@ impl Auto {
     /// Nothing is here yet.
     pub fn new() -> Self {
         Auto {
-            nodes: Vec::new(),
+            nodes: Paged::new(ABSENT),
             ends: vec![(NIL, NIL); CLASSES * AGES],
             classes: vec![Class::default(); CLASSES],
-            ghosts: Vec::new(),
+            departed: Memory::default(),
             passed: VecDeque::new(),
             deferred: VecDeque::new(),
             reuse: Reuse::default(),
@@ -278,6 +244,20 @@ impl Auto {
         least.is_finite().then_some((cell, least))
     }
 
+    /// As [`Auto::cheapest`], with a block in front that is as old as the list says. Where very many
+    /// grew older since the last search, one that is not in its list will do.
+    fn least(&mut self) -> Option<(usize, f32)> {
+        for _ in 0..STALE {
+            let (cell, _) = self.cheapest()?;
+            let oldest = self.ends[cell].0;
+            if !self.is_older(oldest, cell) {
+                break;
+            }
+            self.place(oldest);
+        }
+        self.cheapest()
+    }
+
     /// Takes a block that cannot leave now out of the lists; it is asked again later.
     fn set_aside(&mut self, block: Handle, late: bool) {
         self.unlink(block);
@@ -296,49 +276,36 @@ impl Auto {
     /// Tells what is learned that a block was used.
     fn learn(&mut self, node: &Node, class: usize) {
         let now = self.now();
-        if let Some(changed) = self.reuse.touch(node.fingerprint, class, now, self.len) {
+        if let Some(changed) = self.reuse.touch(node.hash, class, now, self.len) {
             self.classes[changed].stale = true;
         }
     }
 
-    fn ghost(&self, fingerprint: u64) -> Option<Ghost> {
-        if self.ghosts.is_empty() {
-            return None;
-        }
-        let ghost = self.ghosts[fingerprint as usize % self.ghosts.len()].ghost();
-        (ghost.generation > 0 && ghost.tag == (fingerprint >> 32) as u32).then_some(ghost)
-    }
-
     fn remember(&mut self, node: &Node) {
-        if self.ghosts.is_empty() {
-            let count = (2 * self.len).max(64);
-            self.ghosts = vec![Packed::default(); count];
-        }
-        let at = node.fingerprint as usize % self.ghosts.len();
-        self.ghosts[at] = Packed::pack(Ghost {
-            tag: (node.fingerprint >> 32) as u32,
+        let departed = Departed {
             touched: node.touched,
-            generation: (node.turn.saturating_add(node.hits)).max(1),
-            flags: node.flags & (CONTINUED | SHARED),
-        });
+            generation: node.turn.saturating_add(node.hits),
+            flags: node.flags / CONTINUED,
+        };
+        let wanted = (2 * self.len).max(REMEMBERED);
+        self.departed.insert(node.hash, departed, wanted);
     }
 
     /// A block that arrives, as far as it is known.
     fn arriving(&self, meta: &Meta) -> Node {
         let now = self.now();
         let mut node = Node {
-            fingerprint: meta.fingerprint,
+            hash: hash_of(meta.fingerprint),
             parent: meta.parent.unwrap_or(NIL),
             touched: now,
             turn: 1,
             flags: HERE,
             ..ABSENT
         };
-        if let Some(ghost) = self.ghost(meta.fingerprint) {
-            node.turn = ghost.generation;
-            node.hits = 1;
-            node.gap = gap_of(now.wrapping_sub(ghost.touched));
-            node.flags |= ghost.flags;
+        if let Some(departed) = self.departed.get(node.hash) {
+            (node.turn, node.hits) = (departed.generation, 1);
+            node.gap = gap_of(Memory::since(now, departed.touched));
+            node.flags |= departed.flags * CONTINUED;
         } else if let Some(parent) = meta.parent.and_then(|p| self.nodes.get(p as usize)) {
             if parent.hits == 0 {
                 (node.turn, node.gap) = (parent.turn, parent.gap);
@@ -356,7 +323,8 @@ impl Policy for Auto {
         let mut node = self.arriving(meta);
         node.flags |= CONTINUED;
         let class = self.class(&node);
-        let Some((_, least)) = self.cheapest() else {
+        self.age();
+        let Some((_, least)) = self.least() else {
             return true;
         };
         if self.reuse.worth(class * AGES) >= least * MARGIN {
@@ -370,7 +338,7 @@ impl Policy for Auto {
 
     fn on_insert(&mut self, block: Handle, meta: &Meta) {
         self.touches += 1;
-        grow(&mut self.nodes, block as usize, ABSENT);
+        self.nodes.reach(block as usize);
         let held = self.nodes[block as usize].flags & QUEUED;
         let mut node = self.arriving(meta);
         node.flags |= held;
@@ -384,7 +352,7 @@ impl Policy for Auto {
         {
             above.flags |= CONTINUED;
             let (above, above_that) = (*above, above.parent);
-            self.reuse.correct(above.fingerprint, self.class(&above));
+            self.reuse.correct(above.hash, self.class(&above));
             if let Some(shared) = self.nodes.get_mut(above_that as usize) {
                 shared.flags |= SHARED;
             }
@@ -470,14 +438,9 @@ impl Policy for Auto {
             }
         }
         self.age();
-        for step in 0..PATIENCE {
-            let (cell, _) = self.cheapest()?;
+        for _ in 0..PATIENCE {
+            let (cell, _) = self.least()?;
             let block = self.ends[cell].0;
-            // Where very many grew older since the last search, one that is not in its list will do.
-            if step < PATIENCE / 2 && self.is_older(block, cell) {
-                self.place(block);
-                continue;
-            }
             if eligible(block) {
                 return Some(block);
             }
@@ -491,10 +454,10 @@ impl Policy for Auto {
     }
 
     fn memory_bytes(&self) -> usize {
-        self.nodes.capacity() * size_of::<Node>()
+        self.nodes.memory_bytes()
             + self.ends.capacity() * size_of::<(u32, u32)>()
             + self.classes.capacity() * size_of::<Class>()
-            + self.ghosts.capacity() * size_of::<Packed>()
+            + self.departed.memory_bytes()
             + (self.passed.capacity() + self.deferred.capacity()) * 4
             + self.reuse.memory_bytes()
     }

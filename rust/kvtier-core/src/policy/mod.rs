@@ -6,10 +6,12 @@
 mod age;
 mod arc;
 mod auto;
+mod departed;
 mod frequency;
 mod ghosts;
 mod importance;
 mod leaf;
+mod paged;
 mod queue;
 mod recency;
 mod reuse;

@@ -6,10 +6,12 @@
 //! age: the best rate, over all times one might give it, of expected hits for expected time. That
 //! is the Gittins index of the block (Gittins 1979; for caches see Beckmann, Chen and Cidon, "LHD",
 //! NSDI 2018).
+//!
+//! The blocks of a request share their fate, so a hundred of them say little more than one. How
+//! many come back as one is measured, and a class is believed by the number of such bursts that it
+//! saw; beyond that it leans on wider classes.
 
-use std::collections::VecDeque;
-
-use hashbrown::HashMap;
+use super::paged::{Paged, place_of, split_of};
 
 const GENERATIONS: usize = 8;
 const GAPS: usize = 8;
@@ -17,19 +19,19 @@ const GAPS: usize = 8;
 pub const CLASSES: usize = GENERATIONS * GAPS * 2;
 /// Intervals of age, two for each doubling.
 pub const AGES: usize = 40;
-/// One block in so many is followed, at first.
-const SAMPLE: u64 = 4;
-/// So many blocks' worth of what all classes have in common is added to each class: the blocks of a
-/// request share their fate, so a hundred of them say little more than one.
+/// So many bursts' worth of what is known of all gaps is added to each class, and of what all
+/// blocks have in common to the former.
 const PRIOR: f32 = 100.0;
+const PRIOR_WIDE: f32 = 2.0;
 /// Chance that a block comes back within an interval of age, where nothing is known yet.
-const UNKNOWN: f32 = 0.1;
-/// Uses in the log at most.
-const LOG: usize = 1 << 15;
+const UNKNOWN: f32 = 0.02;
+/// Blocks that are followed at most: their numbers fit 16 bits.
+const FOLLOWED: usize = 0xFFFF;
 /// Uses between two halvings of all counts, so that what is new counts for more.
 const MEMORY: u64 = 1 << 18;
 /// Uses after which the worth of one class is computed anew.
 const REFRESH: u64 = 64;
+const NIL: u16 = u16::MAX;
 
 /// The interval of an age in ticks.
 pub fn age_of(ticks: u32) -> usize {
@@ -83,14 +85,35 @@ pub fn class_of(generation: u32, gap: u8, continued: bool) -> usize {
     (generation * GAPS + usize::from(gap)) * 2 + usize::from(continued)
 }
 
+/// The class without its gap.
+fn wide_of(class: usize) -> usize {
+    class / (GAPS * 2) * 2 + class % 2
+}
+
+/// A block that is followed, by its last use.
 #[derive(Clone, Copy, Debug)]
 struct Use {
-    fingerprint: u64,
+    hash: u32,
     at: u32,
-    class: u16,
-    /// The block was used again since.
-    over: bool,
+    /// Its neighbours in the order of use, the older one first.
+    prev: u16,
+    next: u16,
+    /// The next one in its bucket.
+    chain: u16,
+    class: u8,
+    /// Intervals of age in which it was counted as at risk.
+    reached: u8,
 }
+
+const NEVER: Use = Use {
+    hash: 0,
+    at: 0,
+    prev: NIL,
+    next: NIL,
+    chain: NIL,
+    class: 0,
+    reached: 0,
+};
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Count {
@@ -98,42 +121,70 @@ struct Count {
     back: f32,
 }
 
+impl Count {
+    /// The chance that a block comes back, given that of a wider class and how much that counts.
+    fn chance(self, wider: f32, prior: f32) -> f32 {
+        (self.back + prior * wider) / (self.at_risk + prior)
+    }
+
+    fn halve(&mut self) {
+        self.at_risk /= 2.0;
+        self.back /= 2.0;
+    }
+}
+
 /// See the module.
 #[derive(Debug)]
 pub struct Reuse {
-    /// The last use of every block that is followed, in order, and uses that are over.
-    log: VecDeque<Use>,
-    /// How many uses left the log at its front.
-    dropped: u64,
-    place: HashMap<u64, u64>,
-    /// For each interval of age: the first use in the log that has not reached it.
-    cursors: [u64; AGES],
+    /// The last use of every block that is followed; in order, a list from the oldest on.
+    uses: Paged<Use>,
+    len: usize,
+    oldest: u16,
+    newest: u16,
+    /// The first of each bucket, by hash; there are as many as blocks.
+    buckets: Paged<u16>,
+    /// For each interval of age: the oldest use that has not reached it.
+    cursors: [u16; AGES],
     counts: Vec<Count>,
+    wide: Vec<Count>,
     common: [Count; AGES],
+    /// Class and age of the last block that came back; blocks that did, and times that one did
+    /// that was unlike the one before.
+    last: (u8, u8),
+    backs: f32,
+    bursts: f32,
     worth: Vec<f32>,
     /// Which classes were used since their worth was computed, and whose turn it is.
     stale: [bool; CLASSES],
     turn: usize,
     now: u32,
-    uses: u64,
-    sample: u64,
+    touches: u64,
+    /// A block is followed if so many bits of its hash are 0.
+    sample: u32,
 }
 
 impl Default for Reuse {
     fn default() -> Self {
         let mut reuse = Reuse {
-            log: VecDeque::new(),
-            dropped: 0,
-            place: HashMap::new(),
-            cursors: [0; AGES],
+            uses: Paged::new(NEVER),
+            len: 0,
+            oldest: NIL,
+            newest: NIL,
+            buckets: Paged::new(NIL),
+            cursors: [NIL; AGES],
             counts: vec![Count::default(); CLASSES * AGES],
+            wide: vec![Count::default(); GENERATIONS * 2 * AGES],
             common: [Count::default(); AGES],
+            last: (0, 0),
+            // A guess, soon forgotten.
+            backs: 20.0,
+            bursts: 1.0,
             worth: vec![0.0; CLASSES * AGES],
             stale: [false; CLASSES],
             turn: 0,
             now: 0,
-            uses: 0,
-            sample: SAMPLE,
+            touches: 0,
+            sample: 0,
         };
         for class in 0..CLASSES {
             reuse.refresh(class);
@@ -150,119 +201,208 @@ impl Reuse {
 
     /// A block was used and is of this class now; the tier holds `held` blocks. Says which class's
     /// worth changed.
-    pub fn touch(
-        &mut self,
-        fingerprint: u64,
-        class: usize,
-        now: u32,
-        held: usize,
-    ) -> Option<usize> {
-        self.uses += 1;
-        let changed = self
-            .uses
-            .is_multiple_of(REFRESH)
-            .then(|| self.refresh_next())
-            .flatten();
-        if self.uses.is_multiple_of(MEMORY) {
-            for count in self.counts.iter_mut().chain(&mut self.common) {
-                count.at_risk /= 2.0;
-                count.back /= 2.0;
-            }
+    pub fn touch(&mut self, hash: u32, class: usize, now: u32, held: usize) -> Option<usize> {
+        self.touches += 1;
+        let due = self.touches.is_multiple_of(REFRESH);
+        let changed = due.then(|| self.refresh_next()).flatten();
+        if self.touches.is_multiple_of(MEMORY) {
+            let counts = self.counts.iter_mut().chain(&mut self.wide);
+            counts.chain(&mut self.common).for_each(Count::halve);
+            self.backs /= 2.0;
+            self.bursts /= 2.0;
         }
-        // The log must reach back further than blocks stay.
-        if held as u64 * 4 > LOG as u64 * self.sample {
-            self.sample *= 2;
+        // What is followed must reach back further than blocks stay.
+        if held > FOLLOWED << self.sample {
+            self.sample += 1;
         }
-        let hash = fingerprint.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
-        if hash & (self.sample - 1) != 0 {
-            return changed;
-        }
-        let end = self.dropped + self.log.len() as u64;
-        if let Some(before) = self.place.insert(fingerprint, end)
-            && let Some(at) = before.checked_sub(self.dropped)
-        {
-            let used = &mut self.log[at as usize];
-            used.over = true;
-            let (age, class) = (age_of(now.wrapping_sub(used.at)), used.class as usize);
-            self.follow(before, age);
-            self.counts[class * AGES + age].back += 1.0;
-            self.common[age].back += 1.0;
-        }
-        self.stale[class] = true;
-        self.log.push_back(Use {
-            fingerprint,
-            at: now,
-            class: class as u16,
-            over: false,
-        });
         if now != self.now {
             self.now = now;
-            self.advance(now);
+            self.advance();
         }
+        if !self.is_followed(hash) {
+            return changed;
+        }
+        let place = match self.find(hash) {
+            Some(place) => {
+                self.came_back(place);
+                self.unlink(place);
+                place
+            }
+            None => self.follow(hash),
+        };
+        self.stale[class] = true;
+        let used = &mut self.uses[place as usize];
+        (used.at, used.class, used.reached) = (now, class as u8, 0);
+        self.append(place);
         changed
     }
 
-    /// The block whose use is at `place` was used again at `age`: intervals whose cursors have yet
-    /// to pass it would not see that it was at risk in them.
-    fn follow(&mut self, place: u64, age: usize) {
-        let used = self.log[(place - self.dropped) as usize];
-        for reached in 0..=age {
-            if self.cursors[reached] <= place {
-                self.counts[used.class as usize * AGES + reached].at_risk += 1.0;
-                self.common[reached].at_risk += 1.0;
-            }
-        }
-    }
-
     /// The block's last use was of another class, as is known now.
-    pub fn correct(&mut self, fingerprint: u64, class: usize) {
-        if let Some(place) = self.place.get(&fingerprint)
-            && let Some(at) = place.checked_sub(self.dropped)
+    pub fn correct(&mut self, hash: u32, class: usize) {
+        if self.is_followed(hash)
+            && let Some(place) = self.find(hash)
         {
-            self.log[at as usize].class = class as u16;
+            self.uses[place as usize].class = class as u8;
             self.stale[class] = true;
         }
     }
 
-    fn advance(&mut self, now: u32) {
+    fn is_followed(&self, hash: u32) -> bool {
+        hash.leading_zeros() >= self.sample
+    }
+
+    fn find(&self, hash: u32) -> Option<u16> {
+        if self.len == 0 {
+            return None;
+        }
+        let mut place = self.buckets[place_of(hash, self.len)];
+        while place != NIL && self.uses[place as usize].hash != hash {
+            place = self.uses[place as usize].chain;
+        }
+        (place != NIL).then_some(place)
+    }
+
+    /// Room for a block that was not followed so far: new, or that of the oldest.
+    fn follow(&mut self, hash: u32) -> u16 {
+        let place = if self.len < FOLLOWED {
+            self.grow();
+            self.len as u16 - 1
+        } else {
+            let oldest = self.oldest;
+            self.unlink(oldest);
+            self.forget(oldest);
+            oldest
+        };
+        self.uses[place as usize].hash = hash;
+        self.enter(place);
+        place
+    }
+
+    /// Makes room for one block more, and a bucket.
+    fn grow(&mut self) {
+        self.len += 1;
+        self.uses.reach(self.len - 1);
+        self.buckets.reach(self.len - 1);
+        if self.len > 1 {
+            let from = split_of(self.len);
+            let mut place = std::mem::replace(&mut self.buckets[from], NIL);
+            while place != NIL {
+                let next = self.uses[place as usize].chain;
+                self.enter(place);
+                place = next;
+            }
+        }
+    }
+
+    /// Puts a block in the bucket of its hash.
+    fn enter(&mut self, place: u16) {
+        let used = &mut self.uses[place as usize];
+        let bucket = &mut self.buckets[place_of(used.hash, self.len)];
+        used.chain = std::mem::replace(bucket, place);
+    }
+
+    /// Takes a block out of its bucket.
+    fn forget(&mut self, place: u16) {
+        let Use { hash, chain, .. } = self.uses[place as usize];
+        let bucket = place_of(hash, self.len);
+        let mut before = self.buckets[bucket];
+        if before == place {
+            self.buckets[bucket] = chain;
+            return;
+        }
+        while self.uses[before as usize].chain != place {
+            before = self.uses[before as usize].chain;
+        }
+        self.uses[before as usize].chain = chain;
+    }
+
+    fn append(&mut self, place: u16) {
+        let newest = std::mem::replace(&mut self.newest, place);
+        let used = &mut self.uses[place as usize];
+        (used.prev, used.next) = (newest, NIL);
+        match newest {
+            NIL => self.oldest = place,
+            _ => self.uses[newest as usize].next = place,
+        }
+        // All before it have reached the first intervals.
+        for cursor in self.cursors.iter_mut().take_while(|cursor| **cursor == NIL) {
+            *cursor = place;
+        }
+    }
+
+    fn unlink(&mut self, place: u16) {
+        let used = self.uses[place as usize];
+        let (prev, next) = (used.prev, used.next);
+        match prev {
+            NIL => self.oldest = next,
+            _ => self.uses[prev as usize].next = next,
+        }
+        match next {
+            NIL => self.newest = prev,
+            _ => self.uses[next as usize].prev = prev,
+        }
+        let later = &mut self.cursors[used.reached as usize..];
+        for cursor in later.iter_mut().take_while(|cursor| **cursor == place) {
+            *cursor = next;
+        }
+    }
+
+    /// What counts blocks of this class at this age: by itself, and with wider ones.
+    fn counts(&mut self, class: u8, age: usize) -> [&mut Count; 3] {
+        let class = class as usize;
+        [
+            &mut self.counts[class * AGES + age],
+            &mut self.wide[wide_of(class) * AGES + age],
+            &mut self.common[age],
+        ]
+    }
+
+    /// The block was at risk in every interval until now, and came back in this one.
+    fn came_back(&mut self, place: u16) {
+        let used = self.uses[place as usize];
+        let age = age_of(self.now.wrapping_sub(used.at));
+        for age in used.reached as usize..=age {
+            let counts = self.counts(used.class, age);
+            counts.into_iter().for_each(|count| count.at_risk += 1.0);
+        }
+        let counts = self.counts(used.class, age);
+        counts.into_iter().for_each(|count| count.back += 1.0);
+        self.backs += 1.0;
+        let this = (used.class, age as u8);
+        if std::mem::replace(&mut self.last, this) != this {
+            self.bursts += 1.0;
+        }
+    }
+
+    /// Counts blocks that reached another interval of age without being used.
+    fn advance(&mut self) {
         for age in 0..AGES {
             // One tick late, so that a use's class is settled.
             let begin = age_begin(age).max(1);
-            loop {
-                let cursor = self.cursors[age].max(self.dropped);
-                let Some(used) = self.log.get((cursor - self.dropped) as usize) else {
-                    self.cursors[age] = cursor;
-                    break;
-                };
-                if now.wrapping_sub(used.at) < begin {
-                    self.cursors[age] = cursor;
+            while self.cursors[age] != NIL {
+                let used = &mut self.uses[self.cursors[age] as usize];
+                if self.now.wrapping_sub(used.at) < begin {
                     break;
                 }
-                if !used.over {
-                    self.counts[used.class as usize * AGES + age].at_risk += 1.0;
-                    self.common[age].at_risk += 1.0;
-                }
-                self.cursors[age] = cursor + 1;
+                used.reached = age as u8 + 1;
+                self.cursors[age] = used.next;
+                let class = used.class;
+                let counts = self.counts(class, age);
+                counts.into_iter().for_each(|count| count.at_risk += 1.0);
             }
-        }
-        while self.log.len() > LOG
-            && let Some(used) = self.log.pop_front()
-        {
-            if !used.over {
-                self.place.remove(&used.fingerprint);
-            }
-            self.dropped += 1;
         }
     }
 
     /// Computes anew what blocks of a class are worth.
     fn refresh(&mut self, class: usize) {
         let mut chance = [0f32; AGES];
+        let burst = self.backs / self.bursts;
         for (age, chance) in chance.iter_mut().enumerate() {
-            let common = self.common[age];
-            let mean = (common.back + PRIOR * UNKNOWN) / (common.at_risk + PRIOR);
+            let common = self.common[age].chance(UNKNOWN, PRIOR_WIDE * burst);
+            let wide = self.wide[wide_of(class) * AGES + age];
+            let wide = wide.chance(common, PRIOR_WIDE * burst);
             let count = self.counts[class * AGES + age];
-            *chance = ((count.back + PRIOR * mean) / (count.at_risk + PRIOR)).min(0.99);
+            *chance = count.chance(wide, PRIOR * burst).min(0.99);
         }
         for age in 0..AGES {
             let (mut alive, mut hits, mut time, mut best) = (1f32, 0f32, 0f32, 0f32);
@@ -295,9 +435,9 @@ impl Reuse {
 
     /// Bytes kept in memory.
     pub fn memory_bytes(&self) -> usize {
-        self.log.capacity() * size_of::<Use>()
-            + self.place.capacity() * 17
-            + self.counts.capacity() * size_of::<Count>()
+        self.uses.memory_bytes()
+            + self.buckets.memory_bytes()
+            + (self.counts.capacity() + self.wide.capacity()) * size_of::<Count>()
             + self.worth.capacity() * 4
     }
 }
