@@ -64,6 +64,8 @@ class Point:
     over_better: list[float]
     errors: list[float]
     """|predicted - measured| / measured of the split."""
+    compute_spread: float
+    """Interquartile range / median of the compute-only times: how steady the machine was."""
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -161,7 +163,9 @@ class Bench:
                 better.append(split.ttft_s / min(load.ttft_s, compute.ttft_s))
                 errors.append(abs(split.predicted["ttft_s"] / split.ttft_s - 1))
         load_s, compute_s, pipelined_s, split_s = (statistics.median(times) for times in seconds)
-        return Point(rate, load_s, compute_s, pipelined_s, split_s, statistics.median(bounds), over, better, errors)
+        steady = spread(seconds[1]) or 0.0
+        bound = statistics.median(bounds)
+        return Point(rate, load_s, compute_s, pipelined_s, split_s, bound, over, better, errors, steady)
 
 
 def _ideal(load: PrefillReport, compute: PrefillReport, sweep: Sweep) -> float:
