@@ -255,7 +255,8 @@ class StoreConfig:
             goes before the others, whether or not the name says ``-leaf``. Default ``"lru-leaf"``.
         verify: whether every read checks the checksums made at put (default). Without, a broken disk may go unnoticed.
         watermarks: ``(high, low)`` shares of a tier's capacity: above the first the mover starts to demote, down to
-            the second. Default ``(0.98, 0.95)``.
+            the second. Over NVMe it also keeps 16 MiB free or on their way down, at most a sixteenth of the tier, so that
+            puts go on while the device writes. Default ``(0.98, 0.95)``.
         write_budget: bytes a day that may be written to NVMe; see :func:`parse_size`. Default no limit.
 
     Raises:

@@ -34,6 +34,7 @@ class Store(Namespace):
         policy: which block leaves first, always in chain order: ``"lru-leaf"`` (default) or another of docs/POLICIES.md.
         verify: whether reads from memory check the checksums made at put (default). Reads from NVMe always do.
         watermarks: ``(high, low)`` shares of a memory tier: above the first blocks start to move down, until the second.
+            Over NVMe, 16 MiB are kept free as well, or a sixteenth of a small tier.
         write_budget: bytes a day that may be written to NVMe, such as ``"500GB"``; blocks beyond it leave the store.
             Default no limit.
 

@@ -39,7 +39,7 @@ class Plan:
     pairs: int = 9
     region: int = 256 * _MIB
     file: int = 1024 * _MIB
-    front: int = 128 * _MIB
+    front: int = 256 * _MIB
     lap: int = 256 * _MIB
     batch: int = 32 * _MIB
     restart_blocks: int = 120_000
@@ -71,7 +71,6 @@ FULL = Plan(
     pairs=15,
     region=1024 * _MIB,
     file=4096 * _MIB,
-    front=256 * _MIB,
     lap=1024 * _MIB,
     restart_blocks=1_000_000,
     index_blocks=100_000,

@@ -504,7 +504,7 @@ impl Inner {
             if now >= deadline || !(others || waiter.seen() != seen) {
                 return Err(Miss::Full);
             }
-            waiter.wait(seen, deadline.min(now + GLANCE));
+            waiter.wait(seen, 0, deadline.min(now + GLANCE));
         }
     }
 

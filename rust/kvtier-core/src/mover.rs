@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Condvar, Mutex};
 use hashbrown::{HashMap, HashSet};
 use kvtier_codec::checksum::copy;
@@ -27,6 +27,11 @@ use crate::write::{Sent, Why};
 /// from: a device that hangs keeps them. One block may always go.
 const IN_FLIGHT: usize = 32 << 20;
 const PART: usize = 4;
+
+/// Bytes that are kept free, or on their way down, ahead of need where NVMe is below, and at most
+/// this part of the tier: puts go on while the device writes, and it is given its next work meanwhile.
+const AHEAD: usize = 16 << 20;
+const AHEAD_PART: u32 = 16;
 
 /// How long a write may take before NVMe counts as stalled, and is bypassed until it answers.
 const STALL: Duration = Duration::from_secs(5);
@@ -50,9 +55,14 @@ struct State {
 /// The mover's mailbox, and its account of what is under way.
 pub(crate) struct Mover {
     state: Mutex<State>,
-    changed: Condvar,
+    /// The thread has something to do.
+    work: Condvar,
+    /// A write ended.
+    progress: Condvar,
     /// The oldest write under way does not come back.
     stalled: AtomicBool,
+    /// `in_flight` of the state, for those who only look.
+    going: AtomicUsize,
     limit: usize,
     staging: usize,
 }
@@ -83,8 +93,10 @@ impl Mover {
                 requests: Vec::new(),
                 wanted: Vec::new(),
             }),
-            changed: Condvar::new(),
+            work: Condvar::new(),
+            progress: Condvar::new(),
             stalled: AtomicBool::new(false),
+            going: AtomicUsize::new(0),
         }
     }
 }
@@ -95,7 +107,8 @@ impl Mover {
         let mut state = self.state.lock();
         if !state.awake {
             state.awake = true;
-            self.changed.notify_all();
+            drop(state);
+            self.work.notify_one();
         }
     }
 
@@ -108,7 +121,8 @@ impl Mover {
             None => state.wanted.push((tier, need, pages)),
         }
         state.awake = true;
-        self.changed.notify_all();
+        drop(state);
+        self.work.notify_one();
     }
 
     /// Asks for one block to be moved down, whatever its turn.
@@ -118,13 +132,15 @@ impl Mover {
             state.requests.push((tier, h, need));
         }
         state.awake = true;
-        self.changed.notify_all();
+        drop(state);
+        self.work.notify_one();
     }
 
     /// Ends the thread after what it is doing.
     pub(crate) fn stop(&self) {
         self.state.lock().stop = true;
-        self.changed.notify_all();
+        self.work.notify_one();
+        self.progress.notify_all();
     }
 
     pub(crate) fn is_stopped(&self) -> bool {
@@ -151,7 +167,7 @@ impl Mover {
             }
             if state.stop
                 || self.is_late(&state, clock.now())
-                || self.changed.wait_until(&mut state, deadline).timed_out()
+                || self.progress.wait_until(&mut state, deadline).timed_out()
             {
                 return Some(false);
             }
@@ -159,6 +175,7 @@ impl Mover {
         let number = state.begun;
         state.begun += 1;
         state.in_flight += load.bytes;
+        self.going.store(state.in_flight, Ordering::Relaxed);
         state.staged += load.staged;
         state.writing.insert(known, (number, clock.now()));
         Some(true)
@@ -182,17 +199,22 @@ impl Mover {
     }
 
     /// Is anything on its way to NVMe?
-    fn is_writing(&self) -> bool {
-        self.state.lock().in_flight > 0
+    pub(crate) fn is_writing(&self) -> bool {
+        self.going.load(Ordering::Relaxed) > 0
     }
 
-    pub(crate) fn end(&self, known: Known, load: Load) {
+    /// Notes that a write ended. Says whether it was the last under way.
+    pub(crate) fn end(&self, known: Known, load: Load) -> bool {
         let mut state = self.state.lock();
         state.writing.remove(&known);
         state.in_flight -= load.bytes;
+        self.going.store(state.in_flight, Ordering::Relaxed);
         state.staged -= load.staged;
         self.stalled.store(false, Ordering::Relaxed);
-        self.changed.notify_all();
+        let last = state.in_flight == 0;
+        drop(state);
+        self.progress.notify_all();
+        last
     }
 
     /// Waits until all writes that have begun are complete; false if they are not by `deadline`.
@@ -200,7 +222,7 @@ impl Mover {
         let mut state = self.state.lock();
         let begun = state.begun;
         while state.writing.values().any(|&(number, _)| number < begun) {
-            if self.changed.wait_until(&mut state, deadline).timed_out() {
+            if self.progress.wait_until(&mut state, deadline).timed_out() {
                 return state.writing.values().all(|&(number, _)| number >= begun);
             }
         }
@@ -234,7 +256,7 @@ impl Inner {
             let wanted = {
                 let mut state = self.mover.state.lock();
                 while !state.awake && !state.stop {
-                    self.mover.changed.wait(&mut state);
+                    self.mover.work.wait(&mut state);
                 }
                 if state.stop {
                     return;
@@ -248,11 +270,43 @@ impl Inner {
                 for &(_, need, pages) in wanted.iter().filter(|want| want.0 == tier) {
                     self.demote_to_low(tier, pages, need);
                 }
-                if self.is_above(tier, self.high) {
+                if self.is_short(tier) {
                     self.demote_to_low(tier, 0, Need::Tier);
                 }
             }
         }
+    }
+
+    /// Are so few pages of a memory tier free, or about to be, that blocks should leave it?
+    pub(crate) fn is_short(&self, tier: usize) -> bool {
+        self.has_below(tier) && self.coming(tier) < self.marks(tier).0
+    }
+
+    /// Pages of a memory tier that are free, or will be once NVMe has written what is under way.
+    fn coming(&self, tier: usize) -> u32 {
+        let going = match tier + 1 == self.memory.len() && !self.mover.is_stalled() {
+            true => self.mover.going.load(Ordering::Relaxed) / image::PAGE,
+            false => 0,
+        };
+        self.memory[tier].arena.free_pages() + going as u32
+    }
+
+    /// At how few free pages of a tier blocks begin to leave it, and up to how many they go on.
+    pub(crate) fn marks(&self, tier: usize) -> (u32, u32) {
+        let pages = self.memory[tier].arena.pages();
+        let ahead = match tier + 1 == self.memory.len() {
+            true => ((AHEAD / image::PAGE) as u32).min(pages / AHEAD_PART),
+            false => 0,
+        };
+        let (least, goal) = self.watermarks(pages);
+        // Soon enough that the device is never without work.
+        (least.max(ahead - ahead / 8), goal.max(ahead))
+    }
+
+    /// What the watermarks leave free of so many pages.
+    fn watermarks(&self, pages: u32) -> (u32, u32) {
+        let free = |used: f64| ((1.0 - used) * f64::from(pages)) as u32;
+        (free(self.high), free(self.low))
     }
 
     /// Moves the blocks down that stand in the way of a hole.
@@ -301,12 +355,13 @@ impl Inner {
         if wanted > 0 && cap().is_none() && free >= wanted && (!writes || self.mover.is_idle()) {
             wanted = free + (wanted / 8).max(1); // there are enough pages, but not side by side
         }
-        let share = |used: f64| ((1.0 - used) * f64::from(pages)) as u32;
         let wanted = wanted.max(u32::from(cap().is_some()));
         let (least, goal) = match need {
             Need::Block(_) => (wanted, wanted), // its own blocks leave for no more than that
-            _ => (share(self.high).max(wanted), share(self.low).max(wanted)),
+            Need::Cap(_) => self.watermarks(pages),
+            _ => self.marks(tier),
         };
+        let (least, goal) = (least.max(wanted), goal.max(wanted));
         // Pages that are free or will be; `None` to stop.
         let free = || {
             let cap = cap();
@@ -318,12 +373,8 @@ impl Inner {
             if let Some(cap) = cap {
                 return Some(clamp((cap.free + cap.going).max(0) as u64));
             }
-            let going = if writes && !self.mover.is_stalled() {
-                (state.in_flight / image::PAGE) as u32
-            } else {
-                0
-            };
-            Some(arena.free_pages() + going)
+            drop(state);
+            Some(self.coming(tier))
         };
         // A block that cannot go below takes its followers with it only if no other can leave.
         let mut force = Force {
@@ -449,7 +500,7 @@ impl Inner {
                 self.mover.look(self.clock.now());
                 self.demote_requested(below);
                 self.demote_to_low(below, wanted, need);
-                if self.is_above(below, self.high) {
+                if self.is_short(below) {
                     self.demote_to_low(below, 0, Need::Tier);
                 }
                 match self.mover.is_writing() {

@@ -131,7 +131,7 @@ impl Inner {
             let wanted = match (charge, claimed.take()) {
                 (Charge::Paid, Some(claim)) => match arena.alloc(pages) {
                     Some(pin) => {
-                        if self.has_below(tier) && self.is_above(tier, self.high) {
+                        if self.is_short(tier) {
                             self.mover.wake();
                         }
                         return Ok((pin, claim));
@@ -191,7 +191,14 @@ impl Inner {
             let now = Instant::now();
             if hope && patient && now < deadline {
                 let brief = if wanted > 0 { GLANCE } else { GLANCE / 100 };
-                waiter.wait(seen, deadline.min(now + brief));
+                // Where blocks leave one by one, their room is taken a few at a time.
+                let least = match need {
+                    Need::Block(_) if wanted > 0 && self.mover.is_writing() => {
+                        wanted.max(self.marks(tier).0 / 8)
+                    }
+                    _ => 0,
+                };
+                waiter.wait(seen, least, deadline.min(now + brief));
                 continue;
             }
             let (kind, what) = if hope && patient {
@@ -219,13 +226,6 @@ impl Inner {
     /// Is there a tier to which blocks of memory tier `tier` go?
     pub(crate) fn has_below(&self, tier: usize) -> bool {
         tier + 1 < self.tiers()
-    }
-
-    /// Is more than this share of a memory tier in use?
-    pub(crate) fn is_above(&self, tier: usize, share: f64) -> bool {
-        let arena = &self.memory[tier].arena;
-        f64::from(arena.pages().saturating_sub(arena.free_pages()))
-            > share * f64::from(arena.pages())
     }
 
     /// Frees at least one slot on the way to a hole of `pages` pages, or to as many below a cap, if

@@ -55,9 +55,11 @@ struct Begun {
 
 impl Drop for Begun {
     fn drop(&mut self) {
-        self.inner.mover.end(self.block, self.load);
-        for memory in &self.inner.memory {
-            memory.arena.notify();
+        // Those who wait for room are told of each slot that is freed; this is for those that were not.
+        if self.inner.mover.end(self.block, self.load) {
+            for memory in &self.inner.memory {
+                memory.arena.notify();
+            }
         }
     }
 }

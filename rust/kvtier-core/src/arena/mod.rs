@@ -38,8 +38,32 @@ pub struct Arena {
 #[derive(Default)]
 struct Space {
     waiting: AtomicUsize,
-    changes: Mutex<u64>,
+    changes: Mutex<Changes>,
     changed: Condvar,
+}
+
+#[derive(Default)]
+struct Changes {
+    count: u64,
+    /// The fewest free pages that somebody sleeps for.
+    least: Option<u32>,
+}
+
+impl Space {
+    /// Counts a change, and wakes those for whom so many pages that are free now are enough.
+    fn tell(&self, free: Option<u32>) {
+        if self.waiting.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        let mut changes = self.changes.lock();
+        changes.count += 1;
+        let enough = |least| free.is_none_or(|free| free >= least);
+        if changes.least.is_some_and(enough) {
+            changes.least = None;
+            drop(changes);
+            self.changed.notify_all();
+        }
+    }
 }
 
 /// Somebody who looks for room, and is told of every slot that is freed or let go while it lives.
@@ -48,13 +72,15 @@ pub struct Waiter<'a>(&'a Space);
 impl Waiter<'_> {
     /// A number that grows with each change. Read it, look for room, then [`Waiter::wait`].
     pub fn seen(&self) -> u64 {
-        *self.0.changes.lock()
+        self.0.changes.lock().count
     }
 
-    /// Waits until something changed since `seen`, or until `deadline`.
-    pub fn wait(&self, seen: u64, deadline: std::time::Instant) {
+    /// Waits until something changed since `seen`, or until `deadline`. Slots that are freed do not
+    /// end the wait before `least` pages are free: who needs many takes them at once.
+    pub fn wait(&self, seen: u64, least: u32, deadline: std::time::Instant) {
         let mut changes = self.0.changes.lock();
-        while *changes == seen {
+        changes.least = Some(changes.least.map_or(least, |other| other.min(least)));
+        while changes.count == seen {
             if self
                 .0
                 .changed
@@ -260,8 +286,9 @@ impl Arena {
             run.iter().for_each(|run| self.forget(start, run.pages));
             self.release_if_unused(&slots);
         }
+        let free = slots.free_pages();
         drop(slots);
-        self.notify();
+        self.space.tell(Some(free));
     }
 
     /// The cheapest stretch to clear for a slot of `pages` pages, with the runs in it.
@@ -333,10 +360,7 @@ impl Arena {
 
     /// Has all who wait for room look again.
     pub fn notify(&self) {
-        if self.space.waiting.load(Ordering::SeqCst) > 0 {
-            *self.space.changes.lock() += 1;
-            self.space.changed.notify_all();
-        }
+        self.space.tell(None);
     }
 
     /// Bytes that are known to be backed by memory.
@@ -595,6 +619,7 @@ mod tests {
         assert_ne!(waiter.seen(), seen);
         waiter.wait(
             seen,
+            0,
             std::time::Instant::now() + std::time::Duration::from_secs(60),
         );
     }
