@@ -150,6 +150,21 @@ def test_accounts_are_kept_by_digest_and_outlast_a_restart(tmp_path: Path) -> No
         assert there(store.namespace(b"tenant"), range(100)) == blocks
 
 
+def test_what_lies_beside_a_namespace_counts_to_it(store: Store) -> None:
+    tenant = store.namespace(b"tenant", quota=Quota(cap="1MiB"))
+    beside = tenant.beside("notes")
+    for n in range(300):
+        assert beside.put(key(n), b"a few bytes").stored
+    assert held(tenant) == held(beside) == MIB
+    assert there(beside, range(300)) == MIB // PAGE
+    fill(tenant, range(8))
+    assert held(tenant) <= MIB
+    assert there(tenant, range(8)) == 8
+    assert list(store.stats()["namespaces"]) == [tenant.digest.hex()[:16]]
+    assert beside.get(key(299)) is not None
+    assert tenant.stats()["hits"] == 0, "it is no use of the namespace's blocks"
+
+
 def test_hbm_has_quotas_as_the_others_have() -> None:
     with Store(Hbm("2MiB", backend="host"), Dram(MEMORY)) as store:
         tenant = store.namespace(b"tenant", quota=Quota(guaranteed={"hbm": "1MiB"}))

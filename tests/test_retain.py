@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import transformers
 
 from kvtier.errors import ConfigError, FullError, StorageError
 from kvtier.integrations.reference import DictNamespace
+from kvtier.layout import KVLayout
 from kvtier.prefill import Prefill, PrefillEngine, layout_of, namespace
 from kvtier.prefill.attended import Attended, most_attended
 from kvtier.prefill.importance import SINKS, AttentionMass
@@ -259,6 +261,46 @@ def test_attention_adds_up_over_requests_and_a_restart(model: Any, tmp_path: Pat
             sums.append(Attended(blocks).read(keys))
     assert (sums[0][1] > 0).all()
     torch.testing.assert_close(sums[1], 2 * sums[0])
+
+
+@dataclasses.dataclass
+class Late(DictNamespace):
+    """Some of its blocks do not come in time."""
+
+    late: dict[bytes, str] = dataclasses.field(default_factory=dict)
+
+    def get_into(self, keys: Sequence[bytes], outs: Sequence[Any], **kwargs: Any) -> Any:
+        results = super().get_into(keys, outs, **kwargs)
+        failed = [
+            dataclasses.replace(r, hit=False, tier=None, reason=self.late.get(k))
+            for k, r in zip(keys, results, strict=True)
+        ]
+        for key, out in zip(keys, outs, strict=True):
+            if key in self.late:
+                out[:] = 255
+        return [fail if fail.reason else result for fail, result in zip(failed, results, strict=True)]
+
+
+@pytest.mark.parametrize("reason", ["deadline", "full", "cancelled", "device", "corrupt"])
+def test_counts_that_do_not_come_in_time_stay_as_they_are(reason: str) -> None:
+    beside = Late(KVLayout.opaque())
+    attended = Attended(
+        DictNamespace(
+            KVLayout(2, "gqa", kv_heads=2, head_dim=8, block_tokens=4, dtype="fp32"), besides={"attention": beside}
+        )
+    )
+    keys, more = [bytes([n]) * 32 for n in range(3)], torch.arange(24.0).reshape(2, 12)
+    assert torch.equal(attended.add(keys, more), more)
+    assert torch.equal(attended.add(keys, more), 2 * more)
+    beside.late = {keys[1]: reason}
+    expected = 3 * more
+    expected[:, 4:8] = more[:, 4:8]
+    assert torch.equal(attended.add(keys, more), expected)
+    beside.late = {}
+    if reason in ("deadline", "full", "cancelled"):
+        expected[:, 4:8] = 2 * more[:, 4:8]
+    assert torch.equal(attended.read(keys), expected), "what is lost begins anew"
+    assert attended.add([], torch.zeros(2, 0)).shape == (2, 0)
 
 
 def test_what_counts_is_attention_by_visibility() -> None:

@@ -85,10 +85,13 @@ class Namespace:
             name: tells several of them apart.
 
         Returns:
-            The namespace; making it twice gives the same blocks. What is in it has a life of its own: removing a block here
-            removes nothing there, and a quota of this namespace does not count it. Does not block.
+            The namespace; making it twice gives the same blocks. What is in it counts to this one, to its quota and time to
+            live, but for hits and misses. Else it has a life of its own: removing a block here removes nothing there. Does
+            not block.
         """
-        return Namespace(self._core, canonical.encode({"beside": name, "of": self.digest}), KVLayout.opaque())
+        beside = Namespace(self._core, canonical.encode({"beside": name, "of": self.digest}), KVLayout.opaque())
+        self._core.count_to(beside._space, self._space)
+        return beside
 
     # Storing
 

@@ -15,6 +15,10 @@ from kvtier.prefill.importance import SINKS
 __all__ = ["Attended", "most_attended"]
 
 
+_PASSING = ("deadline", "full", "cancelled")
+"""Why a read fails that may succeed the next time."""
+
+
 class Attended:
     """What :class:`kvtier.prefill.importance.AttentionMass` counted of the tokens of stored blocks, over all requests.
 
@@ -36,20 +40,29 @@ class Attended:
         Raises:
             DeadlineError, StorageError, CorruptError, FullError: where the store cannot serve.
         """
+        found, _ = self._read(keys, timeout)
+        return torch.from_numpy(found.swapaxes(0, 1).reshape(2, -1))
+
+    def _read(self, keys: Sequence[bytes], timeout: float | None) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """What is known of each block, ``float32[blocks, 2, block_tokens]``, and whether that is all that there is."""
         found = np.zeros((len(keys), 2, self._tokens), np.float32)
         results = self._beside.get_into(keys, list(_bytes(found)), timeout=timeout)
         for part, result in zip(found, results, strict=True):
             if not result.hit:
                 part[:] = 0
-        return torch.from_numpy(found.swapaxes(0, 1).reshape(2, -1))
+        return found, np.array([result.reason not in _PASSING for result in results], np.bool_)
 
-    def add(self, keys: Sequence[bytes], more: torch.Tensor) -> torch.Tensor:
-        """Count ``more``, ``float32[2, tokens]``, to blocks. Returns the sums. Blocks until they are stored."""
-        sums = self.read(keys) + more
-        parts = sums.numpy().reshape(2, len(keys), self._tokens).swapaxes(0, 1)
-        self._beside.remove(keys)  # a key's bytes do not change, so they are replaced
-        self._beside.put_many(keys, list(_bytes(np.ascontiguousarray(parts))))
-        return sums
+    def add(self, keys: Sequence[bytes], more: torch.Tensor, timeout: float | None = None) -> torch.Tensor:
+        """Count ``more``, ``float32[2, tokens]``, to blocks. Returns the sums. Blocks until they are stored, and for ``timeout``
+        seconds at most for what was counted before; ``None`` is the store's default. Where that does not come in time, it
+        stays as it is, and ``more`` alone is returned. Where the store has no room for the sums, counting begins anew.
+        """
+        sums, known = self._read(keys, timeout)
+        sums += more.numpy().reshape(2, len(keys), self._tokens).swapaxes(0, 1)
+        counted = [key for key, all_of_it in zip(keys, known, strict=True) if all_of_it]
+        self._beside.remove(counted)  # a key's bytes do not change, so they are replaced
+        self._beside.put_many(counted, list(_bytes(sums[known])))
+        return torch.from_numpy(sums.swapaxes(0, 1).reshape(2, -1))
 
 
 def _bytes(parts: NDArray[np.float32]) -> NDArray[np.uint8]:

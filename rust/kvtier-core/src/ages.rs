@@ -138,6 +138,15 @@ impl Inner {
         });
     }
 
+    /// Gives a namespace the time to live of another one.
+    pub(crate) fn share_life(&self, tag: u64, of: u64) {
+        let life = self.ages.life(of);
+        self.set_life(
+            tag,
+            life.map(|ticks| Duration::from_secs_f64(f64::from(ticks) / RATE)),
+        );
+    }
+
     /// Lets blocks go that are too old, somewhere in the store; true if there were any. A bounded
     /// look.
     pub(crate) fn reclaim_expired(&self) -> bool {

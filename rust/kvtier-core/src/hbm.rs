@@ -311,9 +311,7 @@ impl Store {
         });
         let places = places.collect::<Result<_>>()?;
         let mut order = inner.order.lock();
-        order
-            .shares
-            .count(ns.tag(), |account| account.hits += used.len() as u64);
+        order.shares.count_reads(ns.tag(), used.len(), 0);
         for (h, below) in used.into_iter().rev() {
             if !take {
                 order.shares.on_hit(inner.tiers(), h);

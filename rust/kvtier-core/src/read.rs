@@ -211,10 +211,8 @@ impl Inner {
     /// Notes that a call for so many blocks found these, by tier.
     pub(crate) fn count_use(&self, ns: &Namespace, asked: usize, used: &[(usize, Handle)]) {
         let mut order = self.order.lock();
-        order.shares.count(ns.tag(), |account| {
-            account.hits += used.len() as u64;
-            account.misses += (asked - used.len()) as u64;
-        });
+        let missed = asked - used.len();
+        order.shares.count_reads(ns.tag(), used.len(), missed);
         // From the tail of the chain to its head, so that the head is the last to leave.
         for &(tier, h) in used.iter().rev() {
             order.shares.on_hit(tier, h);

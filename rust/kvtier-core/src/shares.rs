@@ -159,6 +159,8 @@ pub struct Shares {
     membership: Vec<u8>,
     places: Vec<u32>,
     accounts: HashMap<u64, Account, PlainHash>,
+    /// Namespaces whose blocks count to another one.
+    counted_to: HashMap<u64, u64, PlainHash>,
     /// The lowest priority of all groups.
     lowest: i32,
     /// Bytes of all policies and places.
@@ -175,6 +177,7 @@ impl Shares {
             membership: Vec::new(),
             places: Vec::new(),
             accounts: HashMap::default(),
+            counted_to: HashMap::default(),
             lowest: 0,
             memory: 0,
         };
@@ -193,14 +196,53 @@ impl Shares {
         Ok(())
     }
 
+    /// Whose share a namespace's blocks are of.
+    fn owner(&self, tag: u64) -> u64 {
+        match self.counted_to.is_empty() {
+            true => tag,
+            false => self.counted_to.get(&tag).copied().unwrap_or(tag),
+        }
+    }
+
+    /// From now on the blocks of a namespace count to another one, or to whom that counts. Says whose
+    /// group they belong to, which [`Shares::adopt`] is to be told of those that are there.
+    pub(crate) fn count_to(&mut self, tag: u64, owner: u64) -> Option<u64> {
+        let owner = self.owner(owner);
+        if self.owner(tag) == owner || self.group_of(tag) != COMMON {
+            return None;
+        }
+        let account = self.accounts.remove(&tag);
+        self.counted_to.insert(tag, owner);
+        let number = self.group_of(owner);
+        for (tier, held) in account.iter().flat_map(|a| &a.held).enumerate() {
+            let sum = &mut self.account(owner).held[tier];
+            sum.blocks += held.blocks;
+            sum.pages += held.pages;
+            let parts = &mut self.tiers[tier].parts;
+            parts[COMMON].pages -= held.pages;
+            parts[number].pages += held.pages;
+        }
+        (number != COMMON).then_some(owner)
+    }
+
+    /// The namespaces whose blocks count to this one: itself, and others.
+    pub(crate) fn counted_to(&self, owner: u64) -> Vec<u64> {
+        let others = self.counted_to.iter().filter(|&(_, &of)| of == owner);
+        std::iter::once(owner)
+            .chain(others.map(|(&tag, _)| tag))
+            .collect()
+    }
+
     fn account(&mut self, tag: u64) -> &mut Account {
+        let tag = self.owner(tag);
         let tiers = self.tiers.len();
         let account = self.accounts.entry(tag);
         account.or_insert_with(|| Account::new(tiers))
     }
 
     fn group_of(&self, tag: u64) -> usize {
-        self.accounts.get(&tag).map_or(COMMON, |a| a.group)
+        let account = self.accounts.get(&self.owner(tag));
+        account.map_or(COMMON, |a| a.group)
     }
 
     fn seat(&self, h: Handle) -> (usize, u32) {
@@ -483,6 +525,15 @@ impl Shares {
         })
     }
 
+    /// Counts reads of a namespace, but not those of what only counts to it.
+    pub(crate) fn count_reads(&mut self, tag: u64, hits: usize, misses: usize) {
+        if self.owner(tag) == tag {
+            let account = self.account(tag);
+            account.hits += hits as u64;
+            account.misses += misses as u64;
+        }
+    }
+
     /// Changes a namespace's account.
     pub(crate) fn count(&mut self, tag: u64, count: impl FnOnce(&mut Account)) {
         count(self.account(tag));
@@ -600,7 +651,7 @@ impl Shares {
 
     /// A namespace's account; an empty one if it never held or asked for anything.
     pub(crate) fn read(&self, tag: u64) -> Account {
-        let account = self.accounts.get(&tag).cloned();
+        let account = self.accounts.get(&self.owner(tag)).cloned();
         account.unwrap_or_else(|| Account::new(self.tiers.len()))
     }
 
@@ -621,5 +672,6 @@ impl Shares {
             + self.membership.capacity()
             + self.places.capacity() * 4
             + self.accounts.capacity() * account
+            + self.counted_to.capacity() * (size_of::<(u64, u64)>() + 1)
     }
 }

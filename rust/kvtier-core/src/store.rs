@@ -412,10 +412,29 @@ impl Store {
             quota.cap.rotate_left(1);
         }
         inner.order.lock().shares.set_quota(tag, &quota, &sizes)?;
-        inner.move_to_share(tag);
-        inner.set_life(tag, quota.ttl);
+        for tag in inner.move_to_share(tag) {
+            inner.set_life(tag, quota.ttl);
+        }
         for tier in 0..sizes.len() {
             inner.shrink_to_cap(tier, tag);
+        }
+        Ok(())
+    }
+
+    /// From now on what a namespace holds counts to another one, its quota and its time to live are
+    /// those of that one. A namespace with a quota of its own keeps it.
+    pub fn count_to(&self, ns: &Namespace, owner: &Namespace) -> Result<()> {
+        let inner = &self.inner;
+        inner.check_open()?;
+        let tag = ns.tag();
+        let counted = inner.order.lock().shares.count_to(tag, owner.tag());
+        let Some(owner) = counted else {
+            return Ok(()); // it does already, or there is no quota yet
+        };
+        inner.move_to_share(owner);
+        inner.share_life(tag, owner);
+        for tier in 0..inner.tiers() + inner.hbm.iter().len() {
+            inner.shrink_to_cap(tier, owner);
         }
         Ok(())
     }
@@ -533,12 +552,13 @@ impl Inner {
         self.memory.len() + usize::from(self.cold.is_some())
     }
 
-    /// Moves what a namespace holds from the common pool to its own share.
-    fn move_to_share(&self, tag: u64) {
+    /// Moves what counts to a namespace from the common pool to its own share. Says whose that is.
+    fn move_to_share(&self, tag: u64) -> Vec<u64> {
+        let tags = self.order.lock().shares.counted_to(tag);
         let mut all = Vec::new();
         self.index.for_each_shard(|shard| {
             let entries = shard.handles().filter_map(|h| Some((h, shard.get(h)?)));
-            let mine = entries.filter(|(_, entry)| entry.namespace == tag);
+            let mine = entries.filter(|(_, entry)| tags.contains(&entry.namespace));
             all.extend(mine.map(|(h, entry)| {
                 let mut pages = vec![entry.shape.pages(); self.tiers()];
                 if let Some(cold) = entry.cold() {
@@ -560,6 +580,7 @@ impl Inner {
                 order.shares.adopt(block.0, tag, &meta, pages);
             }
         }
+        tags
     }
 
     /// Removes a block and all that follow it.

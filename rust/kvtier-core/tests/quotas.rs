@@ -208,6 +208,49 @@ fn a_namespace_keeps_its_blocks_and_their_order_when_it_gets_a_quota() {
 }
 
 #[test]
+fn what_counts_to_a_namespace_is_of_its_share_whenever_that_is_said() {
+    for order in 0..3 {
+        let clock = TestClock::new();
+        let store = timed(&clock, &RamDevice::new(32 * MIB));
+        let (tenant, beside, scan) = (opaque(b"tenant"), opaque(b"beside"), opaque(b"scan"));
+        let quota = Quota {
+            ttl: Some(Duration::from_secs(100)),
+            ..quota(&[MIB, 0], &[2 * MIB, 4 * MIB])
+        };
+        let steps: [&dyn Fn(); 3] = [
+            &|| store.set_quota(&tenant, &quota).unwrap(),
+            &|| store.count_to(&beside, &tenant).unwrap(),
+            &|| {
+                fill(&store, &beside, 0..16);
+                fill(&store, &tenant, 0..16);
+                get(&store, &tenant, &key(0), SIZE).unwrap();
+                get(&store, &beside, &key(0), SIZE).unwrap();
+            },
+        ];
+        (0..3).for_each(|n| steps[(n + order) % 3]());
+        assert_eq!(bytes_in(&store, &tenant, 0), MIB, "{order}");
+        assert_eq!(state(&store, &beside).shares, state(&store, &tenant).shares);
+        fill(&store, &scan, 0..300);
+        assert_eq!(bytes_in(&store, &tenant, 0), MIB);
+        assert_eq!(
+            (there(&store, &tenant, 0..16), there(&store, &beside, 0..16)),
+            (16, 16)
+        );
+        fill(&store, &beside, 100..200);
+        assert!(bytes_in(&store, &tenant, 0) <= 2 * MIB);
+        assert!(bytes_in(&store, &tenant, 1) <= 4 * MIB);
+        // A use of what is beside is no use of the namespace, unless it was before that was said.
+        assert_eq!(counter(&store, &tenant, "hits"), 1);
+        clock.advance(200);
+        assert_eq!(
+            there(&store, &beside, 0..200) + there(&store, &tenant, 0..16),
+            0
+        );
+        audit_accounts(&store);
+    }
+}
+
+#[test]
 fn many_quotas_are_as_many_as_can_be() {
     let store = dram(8 * MIB);
     for n in 0..255u32 {
@@ -391,7 +434,9 @@ enum Op {
     Wait(u64),
 }
 
-const SPACES: usize = 4;
+const SPACES: usize = 5;
+/// The last one counts to this one.
+const OWNER: usize = 1;
 const KEYS: u64 = 400;
 const LIFE: u64 = 1000;
 
@@ -454,9 +499,12 @@ impl Tenants {
                 self.store.set_quota(&self.spaces[space], quota).unwrap();
             }
         }
+        let (beside, owner) = (&self.spaces[SPACES - 1], &self.spaces[OWNER]);
+        self.store.count_to(beside, owner).unwrap();
     }
 
-    /// One with a guarantee, one with a cap too, one with a time to live, one without a quota.
+    /// One with a guarantee, one with a cap too, one with a time to live, one without a quota, one that
+    /// counts to the second.
     fn quotas(&self) -> [Option<Quota>; SPACES] {
         let tiers = 1 + usize::from(self.device.is_some());
         let ttl = self.device.is_some().then_some(Duration::from_secs(LIFE));
@@ -467,6 +515,7 @@ impl Tenants {
                 ttl,
                 ..quota(&[MIB / 2, 0][..tiers], &[])
             }),
+            None,
             None,
         ]
     }
@@ -553,6 +602,7 @@ impl Tenants {
     fn check(&self, before: Vec<Vec<u64>>, by: Option<usize>) {
         audit_accounts(&self.store);
         let after = self.holds();
+        let by = by.map(|by| if by == SPACES - 1 { OWNER } else { by });
         for (space, quota) in self.quotas().iter().enumerate() {
             let Some(quota) = quota else { continue };
             let expiring = quota.ttl.is_some();
@@ -578,16 +628,25 @@ impl Tenants {
 
     /// Counts again, block by block, where all blocks lie in one tier.
     fn recount(&self, tier: usize) {
+        let count = |space: usize| {
+            let there = |&n: &u64| {
+                self.store
+                    .contains(&self.spaces[space], &[&key(n)])
+                    .unwrap()[0]
+            };
+            let there = (0..KEYS).filter(there);
+            there.fold((0, 0), |(blocks, sum), n| {
+                (blocks + 1, sum + pages(space, n) * 4096)
+            })
+        };
         for (space, ns) in self.spaces.iter().enumerate() {
-            let (mut blocks, mut sum) = (0, 0);
-            for n in 0..KEYS {
-                if self.store.contains(ns, &[&key(n)]).unwrap()[0] {
-                    blocks += 1;
-                    sum += pages(space, n) * 4096;
-                }
+            let mut held = count(space);
+            if [OWNER, SPACES - 1].contains(&space) {
+                let other = count(OWNER + SPACES - 1 - space);
+                held = (held.0 + other.0, held.1 + other.1);
             }
             let share = &state(&self.store, ns).shares[tier];
-            assert_eq!((share.blocks, share.bytes), (blocks, sum), "{space}");
+            assert_eq!((share.blocks, share.bytes), held, "{space}");
         }
     }
 

@@ -464,6 +464,11 @@ impl Core {
         })
     }
 
+    /// From now on the blocks of a namespace count to another one.
+    fn count_to(&self, py: Python<'_>, space: &Space, owner: &Space) -> PyResult<()> {
+        self.run(py, |store| store.count_to(&space.ns, &owner.ns))
+    }
+
     /// What a namespace may hold: bytes guaranteed and bytes at most of each tier, fastest first.
     fn set_quota(
         &self,
