@@ -262,14 +262,14 @@ def test_a_failed_copy_gives_its_place_back() -> None:
     device.open.set()
     device.broken = True
     with Store(Hbm(4 * MIB, backend=device), Dram(32 * MIB)) as store:
-        names = fill(store, 3)
-        assert store.prefetch(names, to="hbm").result() == [Result(False, None, "device")] * 3
-        assert (used(store), store.stats()["tiers"]["hbm"]["errors"]) == (0, 3)
+        names = fill(store, 2)  # a third one might be a third failure in a row
+        assert store.prefetch(names, to="hbm").result() == [Result(False, None, "device")] * 2
+        assert (used(store), store.stats()["tiers"]["hbm"]["errors"]) == (0, 2)
         # The store serves from the rest.
         outs = [device.empty(MIB) for _ in names]
         assert all(store.get_into(names, outs))
         device.broken = False
-        assert store.prefetch(names, to="hbm").result() == [Result(True, "hbm")] * 3
+        assert store.prefetch(names, to="hbm").result() == [Result(True, "hbm")] * 2
 
 
 def test_a_thread_that_cannot_start_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
