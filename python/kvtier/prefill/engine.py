@@ -60,7 +60,7 @@ class PrefillEngine:
     Raises:
         ConfigError: for a grid that blocks do not fill, a bad value, or a layout that is not the model's.
 
-    A context manager; closing it waits for the write-back. Requests run one at a time; every method may be called from
+    A context manager; closing it waits for the write-back. Requests run one at a time, a batch as one; every method may be called from
     any thread.
     """
 
