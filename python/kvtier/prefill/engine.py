@@ -174,7 +174,7 @@ class PrefillEngine:
         retain: float | None,
     ) -> Prefill:
         with self._running:
-            return prefill_all([Request(self, tokens, keys, begun, front, retain)], overlap)[0]
+            return prefill_all(self, [Request(self, tokens, keys, begun, front, retain)], overlap)[0]
 
     def run_batch(
         self,
@@ -209,7 +209,7 @@ class PrefillEngine:
         keys = [self.blocks.chain(tokens) for tokens in asked]
         with self._running:
             requests = [Request(self, *each, begun, front, retain) for each in zip(asked, keys, strict=True)]
-            return prefill_all(requests, overlap)
+            return prefill_all(self, requests, overlap)
 
     def submit(
         self,

@@ -103,10 +103,12 @@ class Stages:
             self._free.put(Stage(self.each, device))
         self._threads = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvtier-load")
 
-    def start(self, load: Load) -> None:
-        """Have a load's parts read. Several loads take turns layer by layer, for who computes them together waits for all."""
+    def start(self, loads: Sequence[Load]) -> None:
+        """Have the parts of loads read. They take turns layer by layer, for who computes them together waits for all. Does not
+        block.
+        """
         with self._lock:
-            self._loads.append(load)
+            self._loads += loads
         for _ in range(LOADERS):
             self._threads.submit(self._work)
 
@@ -147,7 +149,7 @@ class _Part(NamedTuple):
 class Load:
     """The tail of one request's prefix on its way into the room.
 
-    From :meth:`start` on layers are loaded first to last, a few at a time, and within them blocks in the order of the prompt. A block that
+    From :meth:`Stages.start` on layers are loaded first to last, a few at a time, and within them blocks in the order of the prompt. A block that
     fails is left out from then on; the others go on. What was found in HBM is handed over on the device, if that is where the
     model computes; blocks that have left it by then come from below, in the same call.
 
@@ -161,7 +163,7 @@ class Load:
         groups: layers to load together, first to last.
         deadline: ``time.perf_counter()`` after which nothing is waited for; ``None`` for never.
         begun: when the request began, for the timeline.
-        stages: staging memory and threads.
+        stages: staging memory and threads, which start it.
         kept: ``bool[tokens]`` of the keys' tokens: which to load; default all. Of a block that is not in memory all are read if
             one is, for segments are read whole there.
     """
@@ -212,12 +214,7 @@ class Load:
         """Numbers of blocks that did not load, counted from the first of the prompt."""
         self.reason = ""
         self.events: list[Event] = []
-        self._stages = stages
         self._reading = 0
-
-    def start(self) -> None:
-        """Begin. Does not block."""
-        self._stages.start(self)
 
     def wait(self, layer: int) -> None:
         """Block until a layer is there.

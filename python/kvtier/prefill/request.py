@@ -44,7 +44,7 @@ Span = tuple[int, int]
 
 
 class Request:
-    """One request, from the match to the report: making it decides what is computed. The load waits for :meth:`Load.start`.
+    """One request, from the match to the report: making it decides what is computed. Its load is yet to be started.
 
     Args:
         engine: whose it is.
@@ -252,19 +252,19 @@ def needed(engine: PrefillEngine, keys: Sequence[bytes], *, tokens: int, retain:
     return [key for key, some in zip(usable, kept.view(-1, size).any(1).tolist(), strict=True) if some]
 
 
-def prefill_all(requests: Sequence[Request], overlap: bool) -> list[Prefill]:
-    """Compute requests, each behind its own load, which goes on already: the fronts, then the new tokens of all. What is
-    next of each of them goes through the model in one pass, if it takes several.
+def prefill_all(engine: PrefillEngine, requests: Sequence[Request], overlap: bool) -> list[Prefill]:
+    """Compute requests, each behind its own load: the fronts, then the new tokens of all. What is next of each of them goes
+    through the model in one pass, if it takes several.
 
     Args:
-        requests: of one engine.
+        engine: whose they are.
+        requests: any number.
         overlap: whether to compute while they load.
     """
     logits: dict[Request, torch.Tensor] = {}
     ended: dict[Request, float] = {}
     try:
-        for request in requests:
-            request.load.start()
+        engine._stages.start([request.load for request in requests])
         if not overlap:
             for request in requests:
                 waited = time.perf_counter()
