@@ -595,16 +595,22 @@ impl Inner {
     /// what is not, on the thread that moves the bytes.
     fn register_memory(&self) {
         const CHUNK: usize = 1 << 30; // the most that one registered buffer may hold
+        const HUGE: usize = 2 << 20;
         let Some(cold) = &self.cold else {
             return;
         };
         let arena = &self.memory[0].arena;
-        let (base, len) = arena.range();
-        for at in (0..len).step_by(CHUNK) {
-            let n = CHUNK.min(len - at);
-            // SAFETY: the arena is kept mapped by the Arc; slots are written only by their owners.
-            let chunk = unsafe { IoBuf::new(base.add(at), n, arena.clone()) };
-            self.registrations.lock().push(cold.tier.register(chunk));
+        let (base, len) = (arena.range().0, arena.usable_bytes());
+        // The kernel handles a buffer in huge pages only if all of it lies in such, and cuts requests
+        // at some 250 pages: what ends amid one is a buffer of its own.
+        let whole = len / HUGE * HUGE;
+        for (from, to) in [(0, whole), (whole, len)] {
+            for at in (from..to).step_by(CHUNK) {
+                let n = CHUNK.min(to - at);
+                // SAFETY: the arena is kept mapped by the Arc; slots are written only by their owners.
+                let chunk = unsafe { IoBuf::new(base.add(at), n, arena.clone()) };
+                self.registrations.lock().push(cold.tier.register(chunk));
+            }
         }
     }
 

@@ -154,6 +154,11 @@ impl Arena {
         self.words.len() * size_of::<PinWord>() + self.slots.lock().memory_bytes()
     }
 
+    /// Bytes from the beginning up to the pages at the end that were ceded.
+    pub fn usable_bytes(&self) -> usize {
+        self.top.load(Ordering::Relaxed) as usize * PAGE
+    }
+
     /// The whole mapping, for registering it with a device.
     pub fn range(&self) -> (*mut u8, usize) {
         (self.backing.base().as_ptr(), self.backing.size())
@@ -381,7 +386,7 @@ impl Arena {
         let next = AtomicUsize::new(0);
         let work = || loop {
             let at = next.fetch_add(CHUNK, Ordering::Relaxed);
-            let usable = self.top.load(Ordering::Relaxed) as usize * PAGE;
+            let usable = self.usable_bytes();
             if at >= usable || stop() {
                 return;
             }
