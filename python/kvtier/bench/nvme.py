@@ -252,7 +252,8 @@ class DiskBench:
         return at
 
     def _bare(self, size: int, depth: int, count: int, write: bool, sync: bool) -> Sample:
-        taken, cpu, _ = self.bare.run(write, size, depth, self._offset(count * size), count, sync)
+        # To or from as much memory as it moves, as the store does: a few buffers would stay in the processor's cache.
+        taken, cpu, _ = self.bare.run(write, size, depth, self._offset(count * size), count, sync, count * size)
         return _sample(count * size, taken, cpu)
 
     def _pairs(

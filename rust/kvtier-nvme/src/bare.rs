@@ -1,6 +1,7 @@
 //! The bare loop that benches compare the tier with: one ring, a fixed file, registered memory on
 //! huge pages, so many requests in flight, and nothing else. No checks, no metadata, no threads.
 
+use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -50,6 +51,9 @@ pub struct Run {
     pub count: usize,
     /// Ends with an `fdatasync`, which counts.
     pub sync: bool,
+    /// Bytes of memory that the requests go round in, at least those in flight: few may all lie in the
+    /// processor's cache.
+    pub memory: usize,
 }
 
 impl Bare {
@@ -77,6 +81,7 @@ impl Bare {
             start: 0,
             count: (len / block as u64) as usize,
             sync: true,
+            memory: 0,
         };
         let timing = bare.run(lap, |_| ())?;
         Ok((bare, timing))
@@ -94,7 +99,8 @@ impl Bare {
             )));
         }
         let depth = depth.clamp(1, MAX_DEPTH);
-        let memory = Huge::new(block * depth)?;
+        let places = depth.max(run.memory / block);
+        let memory = Huge::new(block * places)?;
         let mut ring: IoUring = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
@@ -103,18 +109,18 @@ impl Bare {
         ring.submitter().register_files(&[self.file.as_raw_fd()])?;
         let whole = libc::iovec {
             iov_base: memory.at(0).cast(),
-            iov_len: block * depth,
+            iov_len: block * places,
         };
         // SAFETY: the memory outlives the ring, which is dropped first.
         let registered = unsafe { ring.submitter().register_buffers(&[whole]) }.is_ok();
         let first = run.start / block as u64;
-        let mut free: Vec<usize> = (0..depth).collect();
-        let mut sent_at = vec![Instant::now(); depth];
+        let mut free: VecDeque<usize> = (0..places).collect();
+        let mut sent_at = vec![Instant::now(); places];
         let (mut sent, mut done) = (0, 0);
         let (begun, cpu) = (Instant::now(), thread_cpu());
         while done < run.count {
-            while sent < run.count
-                && let Some(place) = free.pop()
+            while sent < run.count.min(done + depth)
+                && let Some(place) = free.pop_front()
             {
                 let at = (first + sent as u64) % blocks * block as u64;
                 let (fd, ptr, len) = (types::Fixed(0), memory.at(place * block), block as u32);
@@ -151,7 +157,7 @@ impl Bare {
                 }
                 let place = entry.user_data() as usize;
                 each(sent_at[place].elapsed());
-                free.push(place);
+                free.push_back(place);
                 done += 1;
             }
         }
@@ -248,6 +254,7 @@ mod tests {
             start: 3 << 20,
             count: 32,
             sync: false,
+            memory: 1 << 20,
         };
         for write in [false, true] {
             run.write = write;

@@ -76,8 +76,9 @@ impl BareDisk {
         self.prepare_s
     }
 
-    /// Moves `count` blocks with `depth` in flight, from `start` on and round at the end. Returns
-    /// seconds, CPU seconds, and whether the memory was registered.
+    /// Moves `count` blocks with `depth` in flight, from `start` on and round at the end, to or from
+    /// `memory` bytes, round and round as well (0: as many as are in flight). Returns seconds, CPU seconds, and whether the memory was registered.
+    #[pyo3(signature = (write, block, depth, start, count, sync, memory=0))]
     #[expect(clippy::too_many_arguments, reason = "a request has so many parts")]
     fn run(
         &self,
@@ -88,6 +89,7 @@ impl BareDisk {
         start: u64,
         count: usize,
         sync: bool,
+        memory: usize,
     ) -> PyResult<(f64, f64, bool)> {
         let run = Run {
             write,
@@ -96,6 +98,7 @@ impl BareDisk {
             start,
             count,
             sync,
+            memory,
         };
         let timing = py
             .detach(|| self.bare.run(run, |_| ()))
@@ -107,7 +110,7 @@ impl BareDisk {
         ))
     }
 
-    /// Reads `count` blocks one after another. Returns the seconds of each.
+    /// Reads `count` blocks one after another, each to a place of its own. Returns the seconds of each.
     fn latencies(
         &self,
         py: Python<'_>,
@@ -122,6 +125,7 @@ impl BareDisk {
             start,
             count,
             sync: false,
+            memory: count * block,
         };
         let mut all: Vec<Duration> = Vec::with_capacity(count);
         py.detach(|| self.bare.run(run, |latency| all.push(latency)))
