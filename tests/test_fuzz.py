@@ -1,6 +1,6 @@
 """Whatever is in a TOML file or a trace: it is read, or refused with a ``KvtierError`` that says why.
 
-``KVTIER_FUZZ_EXAMPLES`` sets how many files each test makes up (200, and 1,500 in CI).
+``KVTIER_FUZZ_EXAMPLES`` sets how many files each test makes up (200, and 1,800 in CI).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvtier import KvtierError, StoreConfig
 from kvtier.kappa import Measured
 from kvtier.traces import read as read_trace
 
-EXAMPLES = int(os.environ.get("KVTIER_FUZZ_EXAMPLES", "1500" if os.environ.get("CI") == "true" else "200"))
+EXAMPLES = int(os.environ.get("KVTIER_FUZZ_EXAMPLES", "1800" if os.environ.get("CI") == "true" else "200"))
 many = settings(
     max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
