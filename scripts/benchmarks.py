@@ -58,12 +58,14 @@ REASONS = {
     "thinly",
     "nvme_read_64k_single": "of the 14 µs more, 5 are what the same read takes from memory, the check and the copy. The rest is the "
     "hand-over to the ring's thread and back; `perf bench sched pipe -T` takes 42 µs here for a round trip between two threads",
-    "nvme_read": "who asked verifies and copies, and the pipeline fills and drains once a batch: with batches of 8, 32 and "
-    "256 MiB, 1 MiB blocks came at 2.7, 3.1 and 3.5 GB/s, and 64 KiB blocks at 2.6, 3.0 and 3.3",
+    "nvme_read": "who asked verifies and copies what was read, beside a device that is emulated on the same processors, and the "
+    "pipeline fills and drains once a call",
     "nvme_read_1m_beside_writes": "memory is full of blocks that must be written before they leave. The first reads wait for "
     "that; those after them take the places of the first, so fewer are under way than without the puts. Both share the drive",
-    "nvme_write": "the store copies, verifies again, journals and frees, where the bare loop only writes. The small DRAM "
-    "tier of the quick run (128 MiB) limits what is on its way down: over 512 MiB, 1 MiB blocks went a third faster",
+    "nvme_write": "a put copies and the mover verifies, where the bare loop only writes, and the device is emulated on the same "
+    "processors: beside two threads that copy as fast the bare loop itself comes to no more "
+    "(`nvme_write_1m_beside_copies`). Smaller blocks also cost more work each: of the CPU time of 64 KiB, copy and "
+    "verification are a third, the rest is the index, policies, journal and hand-overs between four threads",
     "victim_share_64k": "borrowing 4,096 buffers takes 0.35 ms of a call's 13.6, under the interpreter's lock; making as many "
     "results comes on top",
 }

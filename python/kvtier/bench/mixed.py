@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from kvtier.bench.figures import Pair, Row, compared, measured
+from kvtier import _kvtier
+from kvtier.bench.figures import Pair, Row, alternate, compared, measured
 from kvtier.bench.memory import Bytes, Keys, chunks, huge_buffer, split
 from kvtier.bench.nvme import DiskBench
 from kvtier.bench.plan import Plan
@@ -16,7 +18,7 @@ from kvtier.config import Dram
 from kvtier.errors import KvtierError
 from kvtier.store import Store
 
-__all__ = ["event_loop", "reads_beside_writes"]
+__all__ = ["event_loop", "reads_beside_writes", "writes_beside_copies"]
 
 _MIB = 1 << 20
 _IN_FLIGHT = 32 * _MIB  # what the store has on its way to NVMe at most
@@ -59,6 +61,42 @@ def reads_beside_writes(bench: DiskBench) -> Iterator[Row]:
         "writing what may be in flight, and one bare read",
         "the longest of 8 cold reads of one block beside the same puts",
     )
+
+
+def writes_beside_copies(bench: DiskBench) -> Iterator[Row]:
+    """``nvme_write_1m_beside_copies``: steady writes, and the bare loop beside what any store does for them.
+
+    Whoever puts copies each block, and the mover reads it once more to verify it; here two threads copy as fast as the
+    store writes, while the loop does. Where cores and memory are shared with the device, that is its bound.
+    """
+    bench.fill(_MIB)
+    bench.write(_MIB)  # fills memory with blocks that are only there
+    rate = statistics.median(bench.write(_MIB)[0] for _ in range(3)) * 1e9
+    copies = [Transfers(_copying(rate)) for _ in range(2)]
+    depth, count = 16, bench.plan.lap // _MIB
+
+    def bound() -> float:
+        with copies[0], copies[1]:
+            return bench.loop(_MIB, depth, count, True, False)[0]
+
+    pairs = alternate(bench.plan.pairs, bound, lambda: bench.write(_MIB)[0])
+    name = f"bare io_uring, depth {depth}, beside two threads that copy at {rate / 1e9:.1f} GB/s"
+    yield compared("nvme_write_1m_beside_copies", "GB/s", pairs, name)
+
+
+def _copying(rate: float) -> Callable[[], bool]:
+    """Copies 1 MiB after another, ``rate`` bytes a second."""
+    sources, targets = (itertools.cycle(split(huge_buffer(128 * _MIB), _MIB)) for _ in range(2))
+    due = 0.0
+
+    def copy() -> bool:
+        nonlocal due
+        due = max(due, time.perf_counter() - _TICK_S) + _MIB / rate
+        _kvtier.bound_memcpy(next(targets), next(sources), _MIB)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        return True
+
+    return copy
 
 
 def _newest(store: Store, keys: Sequence[bytes], count: int) -> list[bytes]:

@@ -194,16 +194,16 @@ class DiskBench:
     # Writes
 
     def _writes(self, name: str, size: int) -> Iterator[Row]:
-        self._write(size)
-        pairs, depth = self._pairs(size, lambda: self._write(size), write=True)
+        self.write(size)
+        pairs, depth = self._pairs(size, lambda: self.write(size), write=True)
         how = (
             "steady puts of fresh keys; memory is full of blocks that are only there, NVMe is full too, each put evicts"
         )
         yield self._rate(name, pairs, depth, how)
         yield self._cpu(name, pairs)
 
-    def _write(self, size: int) -> Sample:
-        """Bytes that reached NVMe, from the first put to the last write that the puts caused."""
+    def write(self, size: int) -> Sample:
+        """One lap of puts: bytes that reached NVMe, from the first put to the last write that they caused. Blocks."""
         keys = self.keys.take(self.plan.lap // size)
         before, _, _ = self._settle()
         begun, cpu = time.perf_counter(), time.process_time()
@@ -251,8 +251,11 @@ class DiskBench:
         self.bare_at = (at + size) % self.plan.file
         return at
 
-    def _bare(self, size: int, depth: int, count: int, write: bool, sync: bool) -> Sample:
-        # To or from as much memory as it moves, as the store does: a few buffers would stay in the processor's cache.
+    def loop(self, size: int, depth: int, count: int, write: bool, sync: bool) -> Sample:
+        """One run of the bare loop. Blocks.
+
+        To or from as much memory as it moves, as the store does: a few buffers would stay in the processor's cache.
+        """
         taken, cpu, _ = self.bare.run(write, size, depth, self._offset(count * size), count, sync, count * size)
         return _sample(count * size, taken, cpu)
 
@@ -262,14 +265,14 @@ class DiskBench:
         """Pairs of samples, of the bare loop at its best depth and of the store; and that depth."""
         count = count or self.plan.lap // size
         depths = sorted({min(256, max(1, flight // size)) for flight in _FLIGHTS})
-        tried = {depth: max(self._bare(size, depth, count, write, sync)[0] for _ in range(2)) for depth in depths}
+        tried = {depth: max(self.loop(size, depth, count, write, sync)[0] for _ in range(2)) for depth in depths}
         depth = max(tried, key=lambda depth: tried[depth])
         value()
         bounds: list[Sample] = []
         values: list[Sample] = []
 
         def bound_rate() -> float:
-            bounds.append(self._bare(size, depth, count, write, sync))
+            bounds.append(self.loop(size, depth, count, write, sync))
             return bounds[-1][0]
 
         def value_rate() -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvtier.bench.dram import MemoryBench
 from kvtier.bench.figures import Row
 from kvtier.bench.index import index_size, lookups, restart
-from kvtier.bench.mixed import event_loop, reads_beside_writes
+from kvtier.bench.mixed import event_loop, reads_beside_writes, writes_beside_copies
 from kvtier.bench.nvme import DiskBench
 from kvtier.bench.plan import Plan
 from kvtier.bench.threads import idle, victim
@@ -31,6 +31,7 @@ def disk_rows(plan: Plan, directory: Path) -> Iterator[Row]:
     """The rows of blocks on NVMe; ``directory`` lies on the drive to measure, and is emptied afterwards."""
     with closing(DiskBench(plan, directory)) as bench:
         yield from bench.rows()
+        yield from writes_beside_copies(bench)
         yield from reads_beside_writes(bench)
     _empty(directory)
 
