@@ -204,9 +204,11 @@ def test_each_goes_on_by_itself(model: Any) -> None:
 def test_a_batch_with_a_bad_prompt_computes_nothing(model: Any) -> None:
     blocks = DictNamespace(layout_of(model, BLOCK))
     with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
-        for bad in ("some text", {"input_ids": [1]}, [PROMPT, []], [PROMPT, [256]], [1, 2, 3]):
+        for bad in ("some text", {"input_ids": [1]}, [PROMPT, []], [PROMPT, [256]], [1, 2, 3], None):
             with pytest.raises(ConfigError):
                 engine.run_batch(bad)  # type: ignore[arg-type]
     assert not blocks.blocks
     with pytest.raises(ClosedError):
         engine.run_batch([PROMPT])
+    with pytest.raises(ClosedError):
+        engine.run_batch([])

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from kvtier import Dram, Nvme, Store
-from kvtier.errors import ConfigError
+from kvtier.errors import ClosedError, ConfigError
 from kvtier.integrations.reference import DictNamespace
 from kvtier.prefill import PrefillEngine, layout_of, namespace
 from kvtier.prefill.ahead import Lookahead
@@ -109,6 +109,34 @@ def test_a_request_that_is_taken_back_gives_its_share_of_the_lookahead_back(mode
             assert [job.keys for job in blocks.jobs] == keys[1:]
             go.set()
             futures[2].result(WAIT)
+
+
+def test_a_store_that_refuses_a_fetch_ahead_refuses_nothing_else(model: Any) -> None:
+    class Closing(Recording):
+        refuses = ""
+
+        def match(self, keys: Sequence[bytes]) -> Any:
+            if self.refuses == "match":
+                raise ClosedError("the store is closed")
+            return super().match(keys)
+
+        def prefetch(self, keys: Sequence[bytes], **options: Any) -> Any:
+            if self.refuses == "prefetch":
+                raise ClosedError("the store is closed")
+            return super().prefetch(keys, **options)
+
+    blocks = Closing(layout_of(model, BLOCK))
+    prompts = [blocks.chain(tokens) for tokens in others(2)]
+    for keys in prompts:
+        blocks.blocks |= dict.fromkeys(keys, b"")
+    ahead = Lookahead(blocks, len(prompts[0]) * blocks.layout.block_bytes, None)
+    for blocks.refuses in ("match", "prefetch"):
+        ahead.add(0, prompts[0])
+        ahead.take(0)
+    blocks.refuses = ""
+    ahead.add(1, prompts[1])
+    assert [job.keys for job in blocks.jobs] == [prompts[1]]  # and all of the budget is there
+    ahead.close()
 
 
 def test_requests_that_were_fetched_ahead_find_their_blocks_in_memory(model: Any, tmp_path: Path) -> None:

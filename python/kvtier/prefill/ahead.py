@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kvtier.errors import KvtierError
 from kvtier.integrations.verbs import BlockNamespace, Transfer
 
 __all__ = ["Lookahead"]
@@ -83,7 +85,11 @@ class Lookahead:
             self._start()
 
     def _start(self) -> None:
-        """Begin what the budget has room for, under the lock."""
+        """Begin what the budget has room for, under the lock. Where the store refuses, who waits meets the same and says so."""
+        with suppress(KvtierError):
+            self._fetch()
+
+    def _fetch(self) -> None:
         size = self._blocks.layout.block_bytes
         for waiting in self._waiting.values():
             if waiting.jobs or not waiting.known:
@@ -94,8 +100,8 @@ class Lookahead:
                 room = min(self._left["dram"], self._left[goal]) // size
                 wanted = [key for key, tier in found if tier not in there][:room]
                 if wanted:
-                    self._pay(goal, len(wanted) * size)
                     job = self._blocks.prefetch(wanted, to=goal, deadline=self._deadline)
+                    self._pay(goal, len(wanted) * size)
                     waiting.jobs.append((job, goal, len(wanted) * size))
                     fetched = set(wanted)
                     found = [(key, tier) for key, tier in found if key not in fetched]

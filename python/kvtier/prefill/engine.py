@@ -203,8 +203,10 @@ class PrefillEngine:
             ConfigError, InvalidBlockError, ClosedError: as :meth:`run`; then nothing was computed.
         """
         begun = time.perf_counter()
-        if isinstance(prompts, (str, Mapping)):
+        if isinstance(prompts, (str, Mapping)) or not hasattr(prompts, "__iter__"):
             raise ConfigError(f"prompts is a {type(prompts).__name__}; allowed are several prompts, each of tokens")
+        if self._closed:
+            raise ClosedError("the engine is closed. Make a new one")
         asked = [self._asked(prompt, front, retain) for prompt in prompts]
         keys = [self.blocks.chain(tokens) for tokens in asked]
         with self._running:
