@@ -61,7 +61,7 @@ pub(crate) struct Mover {
     progress: Condvar,
     /// The oldest write under way does not come back.
     stalled: AtomicBool,
-    /// `in_flight` of the state, for those who only look.
+    /// Bytes of `in_flight` that leave memory once they are written. Changed with the state.
     going: AtomicUsize,
     limit: usize,
     staging: usize,
@@ -74,6 +74,14 @@ pub(crate) struct Load {
     pub(crate) bytes: usize,
     /// Bytes beside the tiers.
     pub(crate) staged: usize,
+    /// Whether it leaves memory by that.
+    pub(crate) leaves: bool,
+}
+
+impl Load {
+    fn going(&self) -> usize {
+        if self.leaves { self.bytes } else { 0 }
+    }
 }
 
 impl Mover {
@@ -175,16 +183,16 @@ impl Mover {
         let number = state.begun;
         state.begun += 1;
         state.in_flight += load.bytes;
-        self.going.store(state.in_flight, Ordering::Relaxed);
+        self.going.fetch_add(load.going(), Ordering::Relaxed);
         state.staged += load.staged;
         state.writing.insert(known, (number, clock.now()));
         Some(true)
     }
 
-    /// Is nothing under way, or about to be?
+    /// Is nothing leaving memory, or about to?
     pub(crate) fn is_idle(&self) -> bool {
         let state = self.state.lock();
-        state.in_flight == 0 && state.requests.is_empty()
+        !self.is_leaving() && state.requests.is_empty()
     }
 
     /// How many writes have begun, if none is under way.
@@ -198,20 +206,20 @@ impl Mover {
         self.state.lock().writing.len()
     }
 
-    /// Is anything on its way to NVMe?
-    pub(crate) fn is_writing(&self) -> bool {
+    /// Is anything on its way to NVMe that leaves memory by that?
+    pub(crate) fn is_leaving(&self) -> bool {
         self.going.load(Ordering::Relaxed) > 0
     }
 
-    /// Notes that a write ended. Says whether it was the last under way.
+    /// Notes that a write ended. Says whether nothing leaves memory any more.
     pub(crate) fn end(&self, known: Known, load: Load) -> bool {
         let mut state = self.state.lock();
         state.writing.remove(&known);
         state.in_flight -= load.bytes;
-        self.going.store(state.in_flight, Ordering::Relaxed);
+        self.going.fetch_sub(load.going(), Ordering::Relaxed);
         state.staged -= load.staged;
         self.stalled.store(false, Ordering::Relaxed);
-        let last = state.in_flight == 0;
+        let last = !self.is_leaving();
         drop(state);
         self.progress.notify_all();
         last
@@ -282,7 +290,13 @@ impl Inner {
         self.has_below(tier) && self.coming(tier) < self.marks(tier).0
     }
 
-    /// Pages of a memory tier that are free, or will be once NVMe has written what is under way.
+    /// For how many free pages somebody waits at a time where they come one by one from NVMe: less
+    /// than is on its way.
+    pub(crate) fn handful(&self, tier: usize) -> u32 {
+        self.marks(tier).0.min((AHEAD / image::PAGE) as u32) / 8
+    }
+
+    /// Pages of a memory tier that are free, or will be once NVMe has written what leaves for it.
     fn coming(&self, tier: usize) -> u32 {
         let going = match tier + 1 == self.memory.len() && !self.mover.is_stalled() {
             true => self.mover.going.load(Ordering::Relaxed) / image::PAGE,
@@ -503,9 +517,9 @@ impl Inner {
                 if self.is_short(below) {
                     self.demote_to_low(below, 0, Need::Tier);
                 }
-                match self.mover.is_writing() {
-                    true => Made::UnderWay,
-                    false => Made::Nothing,
+                match self.mover.writing() {
+                    0 => Made::Nothing,
+                    _ => Made::UnderWay,
                 }
             },
         );
@@ -554,7 +568,11 @@ mod tests {
     use super::*;
 
     fn load(bytes: usize) -> Load {
-        Load { bytes, staged: 0 }
+        Load {
+            bytes,
+            staged: 0,
+            leaves: true,
+        }
     }
 
     struct Fixed(Instant);
@@ -580,7 +598,7 @@ mod tests {
     fn coded_blocks_wait_for_the_memory_beside_the_tiers() {
         let mover = Mover::new(1 << 20, 100);
         let now = Instant::now();
-        let load = |staged| Load { bytes: 10, staged };
+        let load = |staged| Load { staged, ..load(10) };
         let begin = |h, staged| mover.begin((h, 1), load(staged), now, &Fixed(now));
         assert_eq!((begin(1, 60), begin(2, 41)), (Some(true), Some(false)));
         assert_eq!((begin(3, 0), begin(4, 40)), (Some(true), Some(true)));

@@ -193,8 +193,8 @@ impl Inner {
                 let brief = if wanted > 0 { GLANCE } else { GLANCE / 100 };
                 // Where blocks leave one by one, their room is taken a few at a time.
                 let least = match need {
-                    Need::Block(_) if wanted > 0 && self.mover.is_writing() => {
-                        wanted.max(self.marks(tier).0 / 8)
+                    Need::Block(_) if wanted > 0 && self.mover.is_leaving() => {
+                        wanted.max(self.handful(tier))
                     }
                     _ => 0,
                 };

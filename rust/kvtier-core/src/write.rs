@@ -114,6 +114,7 @@ impl Inner {
         let load = Load {
             bytes: len,
             staged: coding.as_ref().map_or(0, |coding| coding.room(payload)),
+            leaves: why == Why::Demote,
         };
         match self.mover.begin(block, load, deadline, &*self.clock) {
             None => return Sent::Away,

@@ -151,6 +151,36 @@ fn a_device_that_hangs_is_bypassed_until_it_answers() {
 }
 
 #[test]
+fn what_is_written_and_stays_is_no_room_that_will_come() {
+    let device = GateDevice::new(16 << 20);
+    let (kept, ns) = (opaque(b"kept"), opaque(b"leaves"));
+    let store = over(4 << 20, device.clone(), |config| {
+        (config.high, config.low) = (1.0, 1.0);
+    });
+    // The flush takes what was put first; so much of it is under way as the store keeps ahead.
+    put_blocks(&store, &kept, 10, SIZE, false);
+    device.close(false, true);
+    std::thread::scope(|scope| {
+        let flushed = scope.spawn(|| store.flush(soon()));
+        eventually("writes hang", || total(&store, "writing") == 10);
+        let mut n = 0;
+        while try_put_by(&store, &ns, &key(n), &bytes(n, SIZE), None, Instant::now()).is_ok() {
+            n += 1;
+        }
+        let (store, ns) = (&store, &ns);
+        let waiting = scope.spawn(move || put(store, ns, &key(n), &bytes(n, SIZE), None));
+        eventually("blocks leave for a put that waits", || {
+            total(store, "writing") > 10
+        });
+        device.open();
+        assert_eq!(waiting.join().unwrap(), Put::Stored("dram"));
+        flushed.join().unwrap().unwrap();
+    });
+    assert_eq!(count(&store, "dram", "evictions"), 0);
+    clear_and_check(&store);
+}
+
+#[test]
 fn close_returns_by_its_deadline_though_the_device_hangs() {
     let device = GateDevice::new(8 << 20);
     let ns = opaque(b"close");
