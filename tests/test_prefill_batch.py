@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from kvtier import Dram, Hbm, Nvme, Store
 from kvtier.errors import ClosedError, ConfigError, StorageError
@@ -199,6 +200,19 @@ def test_each_goes_on_by_itself(model: Any) -> None:
         results = engine.run_batch(BATCH, front=0)
         for result, prompt in zip(results, BATCH, strict=True):
             assert list(engine.generate(prompt, 20, after=result)) == list(engine.generate(prompt, 20))
+
+
+def test_a_model_with_learned_positions_is_given_no_more_tokens_than_it_has() -> None:
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=256, n_positions=64)
+    gpt2 = build(config)
+    with PrefillEngine(gpt2, DictNamespace(layout_of(gpt2, BLOCK)), chunk_tokens=CHUNK) as engine:
+        for call in (engine.run, lambda prompt: engine.run_batch([prompt])):
+            with pytest.raises(ConfigError, match="64 positions"):
+                call([1] * 65)
+        tokens = engine.generate([1] * 62, 8)
+        assert len([next(tokens), next(tokens), next(tokens)]) == 3
+        with pytest.raises(ConfigError, match="64 positions"):
+            next(tokens)
 
 
 def test_a_batch_with_a_bad_prompt_computes_nothing(model: Any) -> None:

@@ -115,7 +115,7 @@ def _gpu() -> Finding:
         names,
         bool(names),
         ", ".join(names) or "none",
-        "" if names else "not needed: this version keeps no tier on a GPU",
+        "" if names else "not needed; Hbm() keeps its copies in the memory of the process then",
     )
 
 

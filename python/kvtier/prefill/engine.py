@@ -25,7 +25,7 @@ from kvtier.prefill.cache import Room, RoomyLayer
 from kvtier.prefill.loading import Stages, is_device_of, layer_groups
 from kvtier.prefill.model import forward, layout_of, namespace
 from kvtier.prefill.plan import Meter
-from kvtier.prefill.prompt import check_fraction, check_parts, token_ids
+from kvtier.prefill.prompt import check_fraction, check_parts, check_positions, token_ids
 from kvtier.prefill.request import Prefill, Request, needed, prefill_all
 from kvtier.prefill.storing import WriteBack, Writer, held
 
@@ -258,9 +258,10 @@ class PrefillEngine:
         """Compute one more token behind a cache, between other requests; its logits, ``[1, vocabulary]``. Blocks.
 
         Raises:
-            ConfigError: for what is no token of the model; the cache is as it was then.
+            ConfigError: for what is no token of the model, and behind its last position; the cache is as it was then.
         """
         new = token_ids([token], self.model)
+        check_positions(self.model, cache.get_seq_length() + 1)
         with self._running:
             return forward(self.model, new, cache)
 

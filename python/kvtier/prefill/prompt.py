@@ -51,7 +51,7 @@ def token_ids(input_ids: Sequence[int] | torch.Tensor, model: Any = None) -> lis
     """A prompt as whole numbers, each in the vocabulary of ``model`` where that is given.
 
     Raises:
-        ConfigError: for an empty prompt, a batch, or what is no tokens.
+        ConfigError: for an empty prompt, a batch, what is no tokens, or more of them than the model has positions for.
     """
     if isinstance(input_ids, str):
         raise ConfigError(f"input_ids={input_ids[:40]!r} is text; allowed are tokens: pass tokenizer(text).input_ids")
@@ -83,7 +83,27 @@ def token_ids(input_ids: Sequence[int] | torch.Tensor, model: Any = None) -> lis
             f"input_ids has the token {strange}; allowed are 0 to {'' if size is None else size - 1}: use the model's own "
             "tokenizer, and leave padding out"
         )
+    check_positions(model, len(tokens))
     return tokens
+
+
+def check_positions(model: Any, count: int) -> None:
+    """Whether the model can place so many tokens; a look at a table that it lacks would end its process on a GPU.
+
+    Positions that are computed (RoPE) have no end, and are not looked at.
+
+    Raises:
+        ConfigError: for more tokens than a learned table of positions has places.
+    """
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(limit, int) or count <= limit:
+        return
+    words = model.get_input_embeddings()
+    if any(isinstance(part, torch.nn.Embedding) and part is not words for part in model.modules()):
+        raise ConfigError(
+            f"{count} tokens were given; the model has learned {limit} positions, and allows no more. Shorten the prompt, or "
+            "generate fewer tokens"
+        )
 
 
 def _vocabulary(model: Any) -> int | None:

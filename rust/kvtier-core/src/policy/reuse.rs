@@ -208,8 +208,9 @@ impl Reuse {
         if self.touches.is_multiple_of(MEMORY) {
             let counts = self.counts.iter_mut().chain(&mut self.wide);
             counts.chain(&mut self.common).for_each(Count::halve);
-            self.backs /= 2.0;
-            self.bursts /= 2.0;
+            // Never nothing: their ratio is asked for whatever comes.
+            self.backs = (self.backs / 2.0).max(1.0);
+            self.bursts = (self.bursts / 2.0).max(1.0);
         }
         // What is followed must reach back further than blocks stay.
         if held > FOLLOWED << self.sample {

@@ -3,7 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Once;
 
@@ -135,10 +135,25 @@ pub fn is_block_device(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device())
 }
 
+/// What is free on the file's file system.
+fn free_bytes(file: &File) -> io::Result<u64> {
+    // SAFETY: numbers only, for which all zeros is a value.
+    let mut space: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: a valid descriptor, and a structure that outlives the call.
+    if unsafe { libc::fstatvfs(file.as_raw_fd(), &mut space) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(space.f_bfree * space.f_frsize)
+}
+
 /// Allocates the file's space, by writing zeros where the file system cannot just set it aside.
 fn allocate(file: &File, bytes: u64) -> io::Result<()> {
     let too_large = |_| io::Error::from_raw_os_error(libc::EFBIG);
     let len = libc::off_t::try_from(bytes).map_err(too_large)?;
+    if bytes.saturating_sub(file.metadata()?.blocks() * 512) > free_bytes(file)? {
+        // Else what there is would be taken until the rest is missed, and others would fail meanwhile.
+        return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+    }
     loop {
         // SAFETY: a valid descriptor and plain numbers.
         if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len) } == 0 {
