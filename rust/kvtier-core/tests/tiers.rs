@@ -19,10 +19,6 @@ use kvtier_nvme::{EngineKind, NvmeTier, Options};
 
 const SIZE: usize = 40_000;
 
-fn keys(blocks: &[([u8; 32], Vec<u8>)]) -> Vec<&[u8]> {
-    blocks.iter().map(|b| &b.0[..]).collect()
-}
-
 fn hits(store: &Store, ns: &Namespace, blocks: &[([u8; 32], Vec<u8>)]) -> usize {
     get_all(store, ns, blocks)
         .iter()
@@ -679,62 +675,4 @@ fn a_loop_over_more_than_memory_holds_is_served_by_all_of_it_under_auto() {
     let (found, blocks) = in_turn("auto");
     assert!(found * 10 >= blocks * 8, "{found}, with {blocks} there");
     assert_eq!(in_turn("lru-leaf").0, 0);
-}
-
-#[test]
-fn a_put_that_waits_goes_on_when_a_lease_ends() {
-    let store = dram(1 << 20);
-    let ns = opaque(b"waits");
-    let size = 400_000;
-    let leases: Vec<_> = (0..2)
-        .map(|n| {
-            put(&store, &ns, &key(n), &bytes(n, size), None);
-            store
-                .lease(&ns, &[&key(n)], false, soon())
-                .unwrap()
-                .remove(0)
-                .unwrap()
-        })
-        .collect();
-    std::thread::scope(|scope| {
-        let putter = scope.spawn(|| put(&store, &ns, &key(9), &bytes(9, size), None));
-        drop(leases);
-        assert_eq!(putter.join().unwrap(), Put::Stored("dram"));
-    });
-}
-
-#[test]
-fn what_is_pinned_stays_with_its_ancestors_under_any_policy() {
-    for policy in kvtier_core::policy::NAMES {
-        let config = Config {
-            policy: policy.into(),
-            ..Config::new(vec![Memory::dram(1 << 20)], None)
-        };
-        let store = Store::open(config).unwrap();
-        let ns = opaque(b"pinned");
-        let chain = put_blocks(&store, &ns, 4, SIZE, true);
-        assert!(store.pin(&ns, &[&key(3)], soon()).unwrap()[0]);
-        for n in 100..200 {
-            put(&store, &ns, &key(n), &bytes(n, SIZE), None);
-        }
-        assert_eq!(
-            store.matching(&ns, &keys(&chain)).unwrap().blocks,
-            4,
-            "{policy}"
-        );
-        // Removing is stronger than pinning; and what is put again is not pinned yet.
-        store.remove(&ns, &[&key(3)]).unwrap();
-        assert_eq!(store.unpin(&ns, &[&key(3)]).unwrap(), [false]);
-        put(&store, &ns, &key(3), &chain[3].1, Some(&key(2)));
-        assert!(store.pin(&ns, &[&key(3)], soon()).unwrap()[0]);
-        for n in 200..300 {
-            put(&store, &ns, &key(n), &bytes(n, SIZE), None);
-        }
-        assert_eq!(
-            store.matching(&ns, &keys(&chain)).unwrap().blocks,
-            4,
-            "{policy}"
-        );
-        clear_and_check(&store);
-    }
 }

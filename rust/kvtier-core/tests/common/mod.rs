@@ -440,3 +440,8 @@ pub fn put_blocks(
     }
     blocks
 }
+
+/// The keys of these blocks.
+pub fn keys(blocks: &[([u8; 32], Vec<u8>)]) -> Vec<&[u8]> {
+    blocks.iter().map(|b| &b.0[..]).collect()
+}
