@@ -123,7 +123,13 @@ impl Inner {
             self.ages.lives.lock().remove(&tag);
             return;
         };
-        let ticks = (life.as_secs_f64() * RATE).clamp(1.0, f64::from(u32::MAX / 2)) as u32;
+        self.set_ticks(
+            tag,
+            (life.as_secs_f64() * RATE).clamp(1.0, f64::from(u32::MAX / 2)) as u32,
+        );
+    }
+
+    fn set_ticks(&self, tag: u64, ticks: u32) {
         let before = self.ages.lives.lock().insert(tag, ticks);
         self.ages.used.store(true, Ordering::SeqCst);
         self.index.for_each_shard(|shard| {
@@ -140,11 +146,10 @@ impl Inner {
 
     /// Gives a namespace the time to live of another one.
     pub(crate) fn share_life(&self, tag: u64, of: u64) {
-        let life = self.ages.life(of);
-        self.set_life(
-            tag,
-            life.map(|ticks| Duration::from_secs_f64(f64::from(ticks) / RATE)),
-        );
+        match self.ages.life(of) {
+            Some(ticks) => self.set_ticks(tag, ticks),
+            None => self.set_life(tag, None),
+        }
     }
 
     /// Lets blocks go that are too old, somewhere in the store; true if there were any. A bounded

@@ -9,13 +9,12 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kvtier_codec::image::{self, Id, PAGE, Root, Shape};
-use kvtier_nvme::Clock;
 use kvtier_nvme::slots::{BUSY, FREE, LOST};
+use kvtier_nvme::{Clock, Health};
 
 use crate::arena::backing::Backing;
 use crate::arena::{Arena, Pin};
 use crate::error::Result;
-use crate::health::Health;
 use crate::index::Entry;
 use crate::layout::Selection;
 use crate::load::{Landing, Miss};
@@ -510,13 +509,7 @@ impl Inner {
     /// many below a cap; then those that stand in the way of a hole.
     pub(crate) fn make_room_in_hbm(&self, hbm: &HbmTier, pages: u32, need: Need) -> bool {
         let (arena, tier) = (&hbm.arena, self.tiers());
-        let enough = || match need {
-            Need::Cap(tag) => {
-                let cap = self.order.lock().shares.cap(tier, tag);
-                cap.is_none_or(|cap| cap.free >= pages.into())
-            }
-            _ => arena.free_pages() >= pages,
-        };
+        let enough = || self.has_pages(tier, arena, pages, need);
         let mut dropped = false;
         while self.reclaim_expired() {
             dropped = true;

@@ -18,7 +18,6 @@ mod flight;
 pub mod fork;
 mod frames;
 pub mod hbm;
-mod health;
 pub mod index;
 pub mod jobs;
 pub mod key;

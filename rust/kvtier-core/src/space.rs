@@ -6,7 +6,7 @@ use kvtier_codec::checksum::copy;
 use kvtier_codec::image::PAGE;
 use kvtier_nvme::slots::{BUSY, FREE, LOST, Run};
 
-use crate::arena::Pin;
+use crate::arena::{Arena, Pin};
 use crate::cold::Room;
 use crate::error::{Error, Kind, Result};
 use crate::hbm;
@@ -228,18 +228,23 @@ impl Inner {
         tier + 1 < self.tiers()
     }
 
-    /// Frees at least one slot on the way to a hole of `pages` pages, or to as many below a cap, if
-    /// the caller can.
-    fn make_room(&self, tier: usize, pages: u32, need: Need) -> Made {
-        let arena = &self.memory[tier].arena;
-        let mut made = Made::Nothing;
-        let enough = || match need {
+    /// Are so many pages free in a tier, or below the cap of the namespace that is at it?
+    pub(crate) fn has_pages(&self, tier: usize, arena: &Arena, pages: u32, need: Need) -> bool {
+        match need {
             Need::Cap(tag) => {
                 let cap = self.order.lock().shares.cap(tier, tag);
                 cap.is_none_or(|cap| cap.free >= pages.into())
             }
             _ => arena.free_pages() >= pages,
-        };
+        }
+    }
+
+    /// Frees at least one slot on the way to a hole of `pages` pages, or to as many below a cap, if
+    /// the caller can.
+    fn make_room(&self, tier: usize, pages: u32, need: Need) -> Made {
+        let arena = &self.memory[tier].arena;
+        let mut made = Made::Nothing;
+        let enough = || self.has_pages(tier, arena, pages, need);
         while self.reclaim_expired() {
             made = Made::Room;
             if enough() {

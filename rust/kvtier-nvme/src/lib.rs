@@ -11,6 +11,7 @@ pub mod engine;
 mod error;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzzing;
+mod health;
 mod journal;
 mod open;
 mod place;
@@ -30,6 +31,7 @@ pub use clock::{Clock, SystemClock};
 pub use device::Device;
 pub use engine::EngineKind;
 pub use error::{Error, ErrorKind};
+pub use health::Health;
 pub use tier::{
     Done, NvmeTier, Options, Read, Recovered, Registration, Slot, SlotHold, Stats, Write,
 };

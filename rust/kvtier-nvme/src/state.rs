@@ -1,7 +1,6 @@
 //! The life of the slots on one path, from reservation to reuse. Pure bookkeeping: no I/O, no lock.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
-use std::time::Instant;
 
 use crate::record::{Change, Record};
 use crate::recover::Found;
@@ -62,10 +61,6 @@ pub struct State {
     pub next_write: u64,
     /// Bytes of the writes in flight.
     pub writing_bytes: u64,
-    /// Failed writes in a row.
-    pub failures: u32,
-    /// Until when the path is bypassed for them.
-    pub bypass_until: Option<Instant>,
     /// Why the metadata cannot be written any more.
     pub failed: Option<String>,
     /// Nothing new is taken.
@@ -110,8 +105,6 @@ impl State {
             writing: BTreeSet::new(),
             next_write: 0,
             writing_bytes: 0,
-            failures: 0,
-            bypass_until: None,
             failed: None,
             closed: false,
             hurry: false,

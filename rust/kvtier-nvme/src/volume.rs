@@ -3,7 +3,7 @@
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::thread::JoinHandle;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use kvtier_codec::image::{Id, PAGE};
@@ -12,16 +12,13 @@ use crate::clock::Clock;
 use crate::device::Device;
 use crate::engine::{Engine, Kind, Op};
 use crate::error::{Error, ErrorKind};
+use crate::health::Health;
 use crate::record::{Change, Entry, Record};
 use crate::recover::Found;
 use crate::slots::{BUSY, FREE, LOST};
 use crate::state::{Phase, State, Use};
 use crate::superblock::Geometry;
 use crate::tier::{Read, Slot, Write};
-
-/// Failed writes in a row after which a path is bypassed, and for how long.
-const TOLERATED: u32 = 3;
-const BYPASS: Duration = Duration::from_secs(10);
 
 /// Records that are worth a group of their own.
 const PLENTY: usize = 1024;
@@ -43,7 +40,8 @@ pub struct Volume {
     pub(crate) counters: Counters,
     /// The committer's thread, once it was started.
     pub(crate) committer: Mutex<Option<JoinHandle<()>>>,
-    clock: Arc<dyn Clock>,
+    /// Of the data writes.
+    health: Health,
 }
 
 /// Counters since open.
@@ -89,18 +87,13 @@ impl Volume {
             progress: Condvar::new(),
             counters: Counters::default(),
             committer: Mutex::new(None),
-            clock,
+            health: Health::new(clock),
         }
     }
 
     /// Is the path bypassed, for good or for a while?
     fn is_bypassed(&self, state: &State) -> bool {
-        let bypassed = |until: Instant| {
-            let left = until.saturating_duration_since(self.clock.now());
-            // More than that is left only if the clock was set back.
-            !left.is_zero() && left <= BYPASS
-        };
-        state.failed.is_some() || state.bypass_until.is_some_and(bypassed)
+        state.failed.is_some() || self.health.is_aside()
     }
 
     /// How attractive the path is for a slot of `pages`: lower is better, `None` if it has none.
@@ -267,13 +260,10 @@ impl Volume {
         if result.is_ok() {
             count(&self.counters.writes, 1);
             count(&self.counters.write_bytes, len);
-            (state.failures, state.bypass_until) = (0, None);
+            self.health.succeeded();
         } else {
             count(&self.counters.write_errors, 1);
-            state.failures += 1;
-            if state.failures >= TOLERATED {
-                state.bypass_until = Some(self.clock.now() + BYPASS);
-            }
+            self.health.failed();
         }
         let phase = state.uses.get(&record.start).map(|u| u.phase);
         let result = match (result, phase) {

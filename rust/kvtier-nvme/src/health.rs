@@ -1,10 +1,9 @@
-//! Whether a device that copies is any good: one that only fails is set aside for a while.
+//! Whether a device is any good: one that only fails is set aside for a while.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_nvme::Clock;
-
+use crate::clock::Clock;
 use crate::sync::Mutex;
 
 /// Failures in a row after which a device is set aside, and for how long it is then.
@@ -19,13 +18,14 @@ struct State {
 }
 
 /// What has become of the last things that a device was asked for.
-pub(crate) struct Health {
+pub struct Health {
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
 }
 
 impl Health {
-    pub(crate) fn new(clock: Arc<dyn Clock>) -> Self {
+    /// Of a device that was asked for nothing yet; pauses are told by this clock.
+    pub fn new(clock: Arc<dyn Clock>) -> Self {
         Health {
             clock,
             state: Mutex::default(),
@@ -33,19 +33,22 @@ impl Health {
     }
 
     /// Nothing more is to be asked of it now. Once the pause is over it is tried again.
-    pub(crate) fn is_aside(&self) -> bool {
+    pub fn is_aside(&self) -> bool {
         let until = self.state.lock().until;
-        until.is_some_and(|until| self.clock.now() < until)
+        until.is_some_and(|until| {
+            let left = until.saturating_duration_since(self.clock.now());
+            // More than that is left only if the clock was set back.
+            !left.is_zero() && left <= PAUSE
+        })
     }
 
     /// Something succeeded.
-    pub(crate) fn succeeded(&self) {
+    pub fn succeeded(&self) {
         *self.state.lock() = State::default();
     }
 
     /// Something failed. True: from now on it is set aside, and was not before.
-    #[must_use]
-    pub(crate) fn failed(&self) -> bool {
+    pub fn failed(&self) -> bool {
         let mut state = self.state.lock();
         state.failures += 1;
         if state.failures < FAILURES {
