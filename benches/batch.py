@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
-from kvtier.bench.prefill import Bench, Sweep, interval
+from kvtier.bench.figures import alternate
+from kvtier.bench.prefill import Bench, Sweep, with_interval
 from kvtier.cli import model as models
 
 HEAD = "| prompts | one by one | together | ratio |"
@@ -33,25 +35,25 @@ def main() -> None:
     print(HEAD)
     print("|---" * HEAD.count(" | ") + "|---|", flush=True)
     with bench.engine(None, asked.cached, 32) as engine:
+
+        def alone(count: int) -> float:
+            begun = time.perf_counter()
+            for _ in range(count):
+                engine.run(prompt, front=0)
+            return time.perf_counter() - begun
+
+        def together(count: int) -> float:
+            begun = time.perf_counter()
+            engine.run_batch([prompt] * count, front=0)
+            return time.perf_counter() - begun
+
         for count in asked.batches:
-            seconds: dict[bool, list[float]] = {True: [], False: []}
-            for i in range(-1, asked.pairs):  # the first pair warms up
-                for together in (i % 2 == 0, i % 2 != 0):
-                    begun = time.perf_counter()
-                    if together:
-                        engine.run_batch([prompt] * count, front=0)
-                    else:
-                        for _ in range(count):
-                            engine.run(prompt, front=0)
-                    if i >= 0:
-                        seconds[together].append(time.perf_counter() - begun)
-            ratios = [one / other for one, other in zip(seconds[True], seconds[False], strict=True)]
-            low, high = interval(ratios)
-            alone, joined = statistics.median(seconds[False]), statistics.median(seconds[True])
-            print(
-                f"| {count} | {alone:.2f} s | {joined:.2f} s | {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) |",
-                flush=True,
-            )
+            ways = partial(alone, count), partial(together, count)
+            alternate(1, *ways)  # warms up
+            pairs = alternate(asked.pairs, *ways)
+            one, all_of_them = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+            ratio = with_interval([joined / single for single, joined in pairs])
+            print(f"| {count} | {one:.2f} s | {all_of_them:.2f} s | {ratio} |", flush=True)
 
 
 if __name__ == "__main__":

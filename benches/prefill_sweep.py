@@ -17,7 +17,7 @@ from typing import Any
 
 from slices import AGAIN, Slices, arguments, quiet, rewrite
 
-from kvtier.bench.prefill import Bench, Point, Sweep, interval, sweep_chart
+from kvtier.bench.prefill import Bench, Point, Sweep, interval, sweep_chart, with_interval
 from kvtier.cli import model as models
 
 FACTORS = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0)
@@ -28,12 +28,6 @@ HEAD = (
     "| of κ_crit | link, MB/s | load only | compute only | pipelined | split | ideal split | split / ideal | split / better of the two | "
     "prediction off by |"
 )
-
-
-def ratio(values: list[float]) -> str:
-    """A median, and its 95 % interval."""
-    low, high = interval(values)
-    return f"{statistics.median(values):.2f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> int:
@@ -69,7 +63,7 @@ def write(records: dict[str, dict[str, Any]], docs: Path) -> None:
         "|---" * HEAD.count(" | ") + "|---|",
         *(
             f"| {factor:g} | {p.rate * 1e3:.1f} | {p.load:.2f} s | {p.compute:.2f} s | {p.pipelined:.2f} s | {p.split:.2f} s | {p.bound:.2f} s | "
-            f"{ratio(p.over_bound)} | {ratio(p.over_better)} | {statistics.median(p.errors):.0%} |"
+            f"{with_interval(p.over_bound)} | {with_interval(p.over_better)} | {statistics.median(p.errors):.0%} |"
             for factor, p in points.items()
         ),
         "",

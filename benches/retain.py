@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
 from pathlib import Path
 
 from kvtier import Dram, Store
-from kvtier.bench.prefill import interval
+from kvtier.bench.figures import alternate
+from kvtier.bench.prefill import with_interval
 from kvtier.cli import model as models
 from kvtier.cli import prompt as prompts
 from kvtier.identity import Identity
@@ -44,20 +46,21 @@ def main() -> None:
         print(HEAD)
         print("|---" * HEAD.count(" | ") + "|---|", flush=True)
         with PrefillEngine(model, blocks) as engine:
+            sizes: dict[float, int] = {}
+
+            def ttft(retain: float) -> float:
+                report = engine.run(ids, front=0, retain=retain).report
+                sizes[retain] = sum(report.bytes.values())
+                return report.ttft_s
+
             for fraction in asked.fractions:
-                seconds: dict[float, list[float]] = {fraction: [], 1.0: []}
-                size = 0
-                for i in range(-1, asked.pairs):  # the first pair warms up
-                    for retain in (fraction, 1.0)[:: 1 if i % 2 else -1]:
-                        report = engine.run(ids, front=0, retain=retain).report
-                        if i >= 0:
-                            seconds[retain].append(report.ttft_s)
-                        size = sum(report.bytes.values()) if retain == fraction else size
-                ratios = [some / whole for some, whole in zip(seconds[fraction], seconds[1.0], strict=True)]
-                low, high = interval(ratios)
+                ways = partial(ttft, 1.0), partial(ttft, fraction)
+                alternate(1, *ways)  # warms up
+                pairs = alternate(asked.pairs, *ways)
+                of_all, of_some = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
                 print(
-                    f"| {fraction:.0%} | {size / 1e6:.1f} MB | {statistics.median(seconds[fraction]):.3f} s | {statistics.median(seconds[1.0]):.3f} s | "
-                    f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) |",
+                    f"| {fraction:.0%} | {sizes[fraction] / 1e6:.1f} MB | {of_some:.3f} s | {of_all:.3f} s | "
+                    f"{with_interval([part / all_of_it for all_of_it, part in pairs])} |",
                     flush=True,
                 )
 

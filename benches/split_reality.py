@@ -20,7 +20,7 @@ import torch
 import transformers
 from slices import AGAIN, Slices, arguments, quiet, rewrite
 
-from kvtier.bench.prefill import Bench, Sweep, interval
+from kvtier.bench.prefill import Bench, Sweep, interval, with_interval
 from kvtier.cli import model as models
 from kvtier.prefill import PrefillReport
 
@@ -119,13 +119,15 @@ def main() -> int:
 
 def write(records: list[dict[str, Any]], docs: Path) -> None:
     """The page's part."""
-    lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
-    for r in records:
-        low, high = interval(r["over_better"])
-        lines.append(
+    lines = [
+        HEAD,
+        "|---" * HEAD.count(" | ") + "|---|",
+        *(
             f"| {r['model']} | {r['cached']} | {r['rate'] * 1e3:.1f} | {r['load']:.2f} s | {r['compute']:.2f} s | {r['split']:.2f} s | {r['front']:.0f} | "
-            f"{r['predicted']:.2f} s | {statistics.median(r['errors']):.0%} | {statistics.median(r['over_better']):.2f} ({low:.2f} to {high:.2f}) |"
-        )
+            f"{r['predicted']:.2f} s | {statistics.median(r['errors']):.0%} | {with_interval(r['over_better'])} |"
+            for r in records
+        ),
+    ]
     errors = [statistics.median(r["errors"]) for r in records]
     worse = sum(interval(r["over_better"])[0] > 1 for r in records)
     lines += [

@@ -19,7 +19,17 @@ from kvtier.kappa.chart import Axis, Series, chart
 from kvtier.prefill import PrefillEngine, PrefillReport, layout_of
 from kvtier.store import Store
 
-__all__ = ["FULL_SWEEP", "QUICK_SWEEP", "Bench", "Point", "Sweep", "interval", "prefill_suite", "sweep_chart"]
+__all__ = [
+    "FULL_SWEEP",
+    "QUICK_SWEEP",
+    "Bench",
+    "Point",
+    "Sweep",
+    "interval",
+    "prefill_suite",
+    "sweep_chart",
+    "with_interval",
+]
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         drop += 1
     keep = drop if 2 * total <= 0.05 else 0
     return ordered[keep], ordered[count - 1 - keep]
+
+
+def with_interval(values: Sequence[float]) -> str:
+    """A median, and its :func:`interval`, in words."""
+    low, high = interval(values)
+    return f"{statistics.median(values):.2f} ({low:.2f} to {high:.2f})"
 
 
 class Bench:
