@@ -88,7 +88,7 @@ def token_ids(input_ids: Sequence[int] | torch.Tensor, model: Any = None) -> lis
 
 
 def check_positions(model: Any, count: int) -> None:
-    """Whether the model can place so many tokens; a look at a table that it lacks would end its process on a GPU.
+    """Whether the model can place so many tokens; behind the last learned position it would fail deep within.
 
     Positions that are computed (RoPE) have no end, and are not looked at.
 
@@ -98,8 +98,9 @@ def check_positions(model: Any, count: int) -> None:
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(limit, int) or count <= limit:
         return
-    words = model.get_input_embeddings()
-    if any(isinstance(part, torch.nn.Embedding) and part is not words for part in model.modules()):
+    words, more = model.get_input_embeddings(), range(limit, limit + 8)  # OPT's table has two that no token takes
+    tables = (part for part in model.modules() if isinstance(part, torch.nn.Embedding) and part is not words)
+    if any(table.num_embeddings in more for table in tables):
         raise ConfigError(
             f"{count} tokens were given; the model has learned {limit} positions, and allows no more. Shorten the prompt, or "
             "generate fewer tokens"

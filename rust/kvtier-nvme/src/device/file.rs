@@ -175,3 +175,19 @@ fn allocate(file: &File, bytes: u64) -> io::Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_than_the_drive_has_is_refused_before_any_of_it_is_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = File::create(dir.path().join("store")).unwrap();
+        let more = free_bytes(&file).unwrap() * 2 + (1 << 30);
+        let error = allocate(&file, more).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+        assert_eq!(file.metadata().unwrap().len(), 0);
+        assert_eq!(file.metadata().unwrap().blocks(), 0);
+    }
+}

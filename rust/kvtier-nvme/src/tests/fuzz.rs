@@ -5,7 +5,7 @@ use crate::fuzzing::{BYTES, block, device, example, slot_image, superblock};
 
 const PAGE: usize = 4096;
 
-/// As everywhere, and many more in CI: some 45 s of a core, and TOML and traces 14 s.
+/// As everywhere, and many more in CI: 52 s of a core, and TOML and traces 15 s.
 fn rounds(count: u64) -> u64 {
     let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
     super::rounds(count) * if ci { 230 } else { 1 }
