@@ -64,8 +64,9 @@ REASONS = {
     "that; those after them take the places of the first, so fewer are under way than without the puts. Both share the drive",
     "nvme_write": "a put copies and the mover verifies, where the bare loop only writes, and the device is emulated on the same "
     "processors: beside two threads that copy as fast the bare loop itself comes to no more "
-    "(`nvme_write_1m_beside_copies`). Smaller blocks also cost more work each: of the CPU time of 64 KiB, copy and "
-    "verification are a third, the rest is the index, policies, journal and hand-overs between four threads",
+    "(`nvme_write_1m_beside_copies`). Smaller blocks also cost more work each: in a profile of 64 KiB, copy "
+    "and verification are three tenths of the CPU time, the kernel a quarter, and the rest is the index, policies, journal and "
+    "hand-overs between four threads",
     "victim_share_64k": "borrowing 4,096 buffers takes 0.35 ms of a call's 13.6, under the interpreter's lock; making as many "
     "results comes on top",
 }
