@@ -20,6 +20,7 @@ from blocks import MIB, fill, key, keys, payload
 from kvtier import (
     ClosedError,
     ConfigError,
+    DeadlineError,
     Dram,
     Hbm,
     InvalidBlockError,
@@ -223,6 +224,37 @@ def test_a_lease_in_hbm_takes_the_copies_over(store: Store) -> None:
     assert used(store) == 0
 
 
+def test_who_leases_in_hbm_writes_to_nothing_that_others_still_copy() -> None:
+    class Late(HostBackend):
+        """A device on which something else comes first."""
+
+        first: Any = None
+
+        def deliver(self, deliveries: Any, stream: Any = None) -> Copying:
+            if self.first is not None:
+                self.first()
+            return super().deliver(deliveries, stream)
+
+    device = Late(4 * MIB)
+    with Store(Hbm(4 * MIB, backend=device), Dram(32 * MIB)) as store:
+        names = fill(store, 1)
+        assert all(store.prefetch(names, to="hbm").result())
+
+        def scribble() -> None:
+            with store.lease(names, to="hbm") as lease:
+                (block,) = lease.blocks
+                assert host(block).tobytes() == payload(names[0], MIB)
+                block[:] = 0
+
+        device.first = scribble
+        out = device.empty(MIB)
+        assert store.get_into(names, [out]) == [Result(True, "hbm")]
+        assert out.tobytes() == payload(names[0], MIB)
+        del out
+        gc.collect()
+        assert used(store) == 0
+
+
 def test_a_lease_of_more_than_hbm_holds_says_so(store: Store) -> None:
     names = fill(store, 6)
     with store.lease(names, to="hbm", timeout=0.5) as lease:
@@ -320,6 +352,50 @@ def test_a_device_that_only_fails_is_set_aside(caplog: pytest.LogCaptureFixture)
         assert [out.tobytes() for out in outs] == [payload(name, MIB) for name in names]
     said = [record for record in caplog.records if "set aside" in record.getMessage()]
     assert [(record.name, record.levelname) for record in said] == [("kvtier", "WARNING")]
+
+
+def test_a_device_that_fails_in_a_way_of_its_own_is_tried_again() -> None:
+    class Odd(Gate):
+        """A device whose library raises what it likes."""
+
+        def copy_in(self, copies: Any, *, after: Copying | None = None) -> Copying:
+            event: Any = super().copy_in(copies, after=after)
+            if self.broken:
+                event.wait = lambda timeout=None: 1 / 0
+            return event
+
+    device = Odd(4 * MIB)
+    device.open.set()
+    with Store(Hbm(4 * MIB, backend=device), Dram(32 * MIB)) as store:
+        names = fill(store, 1)
+        for broken, result in ((True, Result(False, None, "device")), (False, Result(True, "hbm"))):
+            device.broken = broken
+            assert store.prefetch(names, to="hbm").result() == [result]
+
+
+def test_a_device_that_hangs_holds_up_nobody_else(tmp_path: Path) -> None:
+    below = Dram(64 * MIB), Nvme(tmp_path, 128 * MIB)
+    with Store(*below) as store:
+        names = fill(store, 24)
+    device = Gate(4 * MIB)
+    store = Store(Hbm(4 * MIB, backend=device), *below)
+    assert all(store.prefetch(names[:20]).result())
+    stuck = store.prefetch(names[:20], to="hbm")  # more than the pool holds: the others wait for room there
+    others = store.prefetch(names[20:22])
+    assert others.wait(5)
+    assert all(others.result())
+    for name in names[22:]:
+        data = asyncio.run(store.aget(name, timeout=10))
+        assert data is not None
+        assert data.tobytes() == payload(name, MIB)
+    assert not stuck.done()
+    # Nor does it take the time that closing has to write what is in memory only.
+    fresh = fill(store, 3, MIB, "fresh")
+    with pytest.raises(DeadlineError, match="copies to the device did not end"):
+        store.close(timeout=1)
+    with Store(*below) as again:
+        assert again.contains(fresh) == [True] * 3
+    device.open.set()
 
 
 class Torn(HostBackend):

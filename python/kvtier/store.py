@@ -229,12 +229,12 @@ class Store(Namespace):
             DeadlineError: not all was written in time.
             StorageError: the device failed.
         """
-        ended = True
-        if self._hbm is not None:
-            left = countdown(timeout)
-            ended, timeout = self._hbm.close(left()), left()
-        self._core.close(timeout)
-        aio.sweep()
+        left = countdown(timeout)
+        try:
+            self._core.close(left())  # first: a device that hangs must not take the time to write
+        finally:
+            ended = self._hbm is None or self._hbm.close(left())
+            aio.sweep()
         if not ended:
             raise DeadlineError(
                 "copies to the device did not end in time, and are left to themselves: see whether it hangs"

@@ -324,7 +324,7 @@ def _begin(
 def _settle(batch: _kvtier.Batch, event: Copying) -> None:
     try:
         event.wait()
-    except StorageError as error:
+    except Exception as error:  # a driver's own kind, too
         logging.getLogger("kvtier").warning("%s", error)
         batch.finish(False)
     else:

@@ -16,6 +16,7 @@ use crate::arena::backing::Backing;
 use crate::arena::{Arena, Pin};
 use crate::error::Result;
 use crate::index::Entry;
+use crate::jobs::Prefetcher;
 use crate::layout::Selection;
 use crate::load::{Landing, Miss};
 use crate::order::Known;
@@ -59,17 +60,19 @@ pub(crate) struct HbmTier {
     pub(crate) arena: Arc<Arena>,
     pub(crate) stats: TierStats,
     pub(crate) health: Health,
+    pub(crate) prefetcher: Prefetcher,
     transfers: Transfers<Known, Transfer, Miss>,
 }
 
 impl HbmTier {
-    /// A pool of so many bytes, all free.
-    pub(crate) fn new(size: u64, clock: Arc<dyn Clock>) -> Self {
+    /// A pool of so many bytes, all free, over so many of memory.
+    pub(crate) fn new(size: u64, memory: u64, clock: Arc<dyn Clock>) -> Self {
         HbmTier {
             size,
             arena: Arena::new(Box::new(Elsewhere(size as usize))),
             stats: TierStats::default(),
             health: Health::new(clock),
+            prefetcher: Prefetcher::to_hbm(memory as usize),
             transfers: Transfers::default(),
         }
     }
@@ -82,6 +85,7 @@ impl HbmTier {
 
     /// No copy begins any more; those under way end with nobody to hear of it.
     pub(crate) fn stop(&self) {
+        self.prefetcher.stop();
         drop(self.transfers.stop(Miss::Cancelled));
         self.arena.notify();
     }
@@ -337,12 +341,17 @@ impl Inner {
         let pin = hbm.arena.pin(shard.hbm(h)?)?;
         let entry = shard.get(h)?;
         let (tag, shape, below) = (entry.namespace, entry.shape, self.below_hbm(entry));
-        let claim = take.then(|| {
+        let mut claim = None;
+        if take {
             let mut order = self.order.lock();
             self.leave_hbm(&mut shard, &mut order, h);
-            let claim = order.shares.keep(self.tiers(), tag, pages(shape));
-            Arc::new(claim.telling(&hbm.arena))
-        });
+            // Somebody copies from it still: the next copy is the taker's.
+            if hbm.arena.pins(pin.start()) > 1 {
+                return None;
+            }
+            let kept = order.shares.keep(self.tiers(), tag, pages(shape));
+            claim = Some(Arc::new(kept.telling(&hbm.arena)));
+        }
         let placed = Placed {
             pin,
             len: shape.payload(),

@@ -17,8 +17,10 @@ use crate::read::Got;
 use crate::store::{Inner, Namespace, Store};
 use crate::workers::Task;
 
-/// Bytes that prefetches have on their way at once.
+/// Bytes that prefetches have on their way at once, to memory and to HBM; to HBM at most this part of
+/// memory, since a device that hangs keeps them.
 const IN_FLIGHT: usize = 64 << 20;
+const PART: usize = 4;
 
 /// The turn before all others.
 const AT_ONCE: u64 = u64::MAX;
@@ -206,15 +208,28 @@ struct QueueState {
     stop: bool,
 }
 
-/// The prefetcher's queue.
+/// A prefetcher's queue. That of HBM is one of its own: who only wants memory never waits for a device.
 pub(crate) struct Prefetcher {
     state: Mutex<QueueState>,
     changed: Condvar,
+    /// Bytes on their way at once.
+    most: usize,
 }
 
-impl Default for Prefetcher {
-    fn default() -> Self {
+impl Prefetcher {
+    /// Of jobs that end in memory.
+    pub(crate) fn to_memory() -> Self {
+        Self::new(IN_FLIGHT)
+    }
+
+    /// Of jobs that end in HBM, from so many bytes of memory.
+    pub(crate) fn to_hbm(memory: usize) -> Self {
+        Self::new(IN_FLIGHT.min(memory / PART))
+    }
+
+    fn new(most: usize) -> Self {
         Prefetcher {
+            most,
             state: Mutex::new(QueueState {
                 heap: BinaryHeap::new(),
                 timed: Vec::new(),
@@ -225,9 +240,7 @@ impl Default for Prefetcher {
             changed: Condvar::new(),
         }
     }
-}
 
-impl Prefetcher {
     /// Ends the thread; what is queued is cancelled.
     pub(crate) fn stop(&self) {
         let mut state = self.state.lock();
@@ -290,7 +303,7 @@ impl Prefetcher {
                 state = self.state.lock();
                 continue;
             }
-            if state.in_flight < IN_FLIGHT
+            if state.in_flight < self.most
                 && let Some(queued) = state.heap.pop()
             {
                 return Some(queued);
@@ -319,7 +332,7 @@ impl Store {
         let ids = self.inner.ids(ns, keys)?;
         let job = Job::new(ids.len(), deadline);
         if !ids.is_empty() {
-            self.inner.prefetcher.push(Queued {
+            self.inner.prefetcher(goal).push(Queued {
                 priority,
                 turn: 0,
                 next: 0,
@@ -357,9 +370,18 @@ impl Store {
 }
 
 impl Inner {
-    /// The prefetcher's thread.
-    pub(crate) fn run_prefetcher(self: &Arc<Self>) {
-        while let Some(mut queued) = self.prefetcher.pop() {
+    /// Where jobs of this goal queue.
+    fn prefetcher(&self, goal: Goal) -> &Prefetcher {
+        match (goal, &self.hbm) {
+            (Goal::Hbm, Some(hbm)) => &hbm.prefetcher,
+            _ => &self.prefetcher,
+        }
+    }
+
+    /// The thread of the prefetcher for this goal.
+    pub(crate) fn run_prefetcher(self: &Arc<Self>, goal: Goal) {
+        let prefetcher = self.prefetcher(goal);
+        while let Some(mut queued) = prefetcher.pop() {
             if queued.job.is_over() {
                 continue;
             }
@@ -367,7 +389,7 @@ impl Inner {
             queued.next += 1;
             if queued.next < queued.end {
                 // Back to its own place: jobs of higher priority that came meanwhile go first.
-                let mut state = self.prefetcher.state.lock();
+                let mut state = prefetcher.state.lock();
                 if state.stop {
                     drop(state);
                     queued.job.set_rest(Miss::Cancelled);
@@ -405,18 +427,21 @@ impl Inner {
         }
         match self.load(known, queued.priority > 0, false, deadline) {
             // Into HBM it goes in a turn of its own: this thread may wait for room there.
-            Found::Resident if queued.goal == Goal::Hbm => self.prefetcher.push(queued.alone()),
+            Found::Resident if queued.goal == Goal::Hbm => {
+                self.prefetcher(Goal::Hbm).push(queued.alone());
+            }
             Found::Resident => job.set(i, Ok(self.memory[0].name)),
             Found::Nowhere => job.set(i, Err(Miss::Absent)),
             Found::Failed(miss) => job.set(i, Err(miss)),
             Found::Flying(flight) => {
-                self.prefetcher.state.lock().in_flight += bytes;
+                self.prefetcher(queued.goal).state.lock().in_flight += bytes;
                 let (inner, job, goal) = (self.clone(), job.clone(), queued.goal);
                 let again = queued.alone();
                 flight.course.on_landing(Box::new(move |landing| {
-                    inner.prefetcher.landed(bytes);
+                    let prefetcher = inner.prefetcher(goal);
+                    prefetcher.landed(bytes);
                     match landing {
-                        Ok(()) if goal == Goal::Hbm => inner.prefetcher.push(again),
+                        Ok(()) if goal == Goal::Hbm => prefetcher.push(again),
                         landing => job.set(i, landing.map(|()| inner.memory[0].name)),
                     }
                 }));
@@ -433,11 +458,11 @@ impl Inner {
         job: &Arc<Job>,
         i: usize,
     ) {
-        self.prefetcher.state.lock().in_flight += bytes;
+        self.prefetcher(Goal::Hbm).state.lock().in_flight += bytes;
         let (inner, job) = (Arc::downgrade(self), job.clone());
         let told = move |how: Landing| {
             if let Some(inner) = inner.upgrade() {
-                inner.prefetcher.landed(bytes);
+                inner.prefetcher(Goal::Hbm).landed(bytes);
             }
             job.set(i, how.map(|()| HBM));
         };

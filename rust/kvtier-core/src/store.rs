@@ -19,7 +19,7 @@ use crate::error::{Error, Kind, Result};
 use crate::fork;
 use crate::hbm::{self, HBM, HbmTier};
 use crate::index::{Index, NOWHERE};
-use crate::jobs::Prefetcher;
+use crate::jobs::{Goal, Prefetcher};
 use crate::key;
 use crate::layout::Layout;
 use crate::mover::Mover;
@@ -205,15 +205,16 @@ impl Store {
                 (Some(cold), recovered)
             }
         };
+        let first = memory.first().map_or(0, |m| m.size);
         let hbm = config
             .hbm
-            .map(|size| Arc::new(HbmTier::new(size, clock.clone())));
+            .map(|size| Arc::new(HbmTier::new(size, first, clock.clone())));
         if let Some(hbm) = &hbm {
             sizes.push(hbm.arena.pages().into());
         }
         let cores = std::thread::available_parallelism().map_or(2, usize::from);
         let start = |name: &str, n| Workers::new(name, n).map_err(|e| no_thread(name, &e));
-        let codings = Codings::new(memory.first().map_or(0, |m| m.size as usize));
+        let codings = Codings::new(first as usize);
         let inner = Arc::new(Inner {
             index: Index::default(),
             order: Mutex::new(Order::new(Shares::new(&config.policy, sizes)?)),
@@ -225,7 +226,7 @@ impl Store {
             memory,
             cold,
             hbm,
-            prefetcher: Prefetcher::default(),
+            prefetcher: Prefetcher::to_memory(),
             workers: start("kvtier-verify", cores.clamp(2, 4))?,
             readers: start("kvtier-reader", cores.clamp(2, 4))?,
             writers: start("kvtier-writer", 1)?,
@@ -260,7 +261,12 @@ impl Store {
             inner,
         };
         store.spawn("kvtier-mover", |inner| inner.run_mover())?;
-        store.spawn("kvtier-prefetch", |inner| inner.run_prefetcher())?;
+        store.spawn("kvtier-prefetch", |inner| {
+            inner.run_prefetcher(Goal::Memory(0));
+        })?;
+        if store.inner.hbm.is_some() {
+            store.spawn("kvtier-lift", |inner| inner.run_prefetcher(Goal::Hbm))?;
+        }
         if !config.memory.iter().any(|m| m.prefault) {
             if let Some(progress) = config.progress {
                 progress(0, 0);
