@@ -13,6 +13,7 @@ import transformers
 
 from kvtier import Cxl, Dram, Identity, KVLayout, Namespace, Nvme, Store
 from kvtier.errors import ConfigError, InvalidBlockError
+from kvtier.prefill import namespace
 from kvtier.prefill.prompt import check_parts, token_ids
 
 KEY = b"k" * 32
@@ -160,3 +161,8 @@ def test_swapped_arguments(store: Store) -> None:
         with pytest.raises(ConfigError, match=f"{what}; allowed is .* order is model, store, input_ids"):
             check_parts(model, other)
     check_parts(Model(), store)
+    for given in ((store, "gpt2"), (Model(), store)):
+        with pytest.raises(ConfigError, match=r"as the (model|store); allowed is .* order is store, model$"):
+            namespace(*given)
+    with pytest.raises(ConfigError, match=r"a str \('gpt2'\) was given as the model"):
+        namespace(store, "gpt2")

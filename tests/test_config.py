@@ -34,14 +34,26 @@ def test_sizes(given_size: str | int, expected: int) -> None:
 
 @pytest.mark.parametrize("bad", ["", "GiB", "4 GiBs", "-4GiB", "4,5GiB", "1e9", "4G", None, 4.0, True, "nan"])
 def test_what_is_no_size_is_refused(bad: Any) -> None:
-    with pytest.raises(ConfigError, match="allowed are whole bytes or text"):
+    with pytest.raises(ConfigError, match="allowed are whole bytes, or text with a unit"):
         parse_size(bad)
 
 
 @pytest.mark.parametrize("small", [0, -1, 4096, "1023KiB"])
 def test_a_tier_too_small_is_refused(small: int | str) -> None:
-    with pytest.raises(ConfigError, match="at least 1048576"):
+    with pytest.raises(ConfigError, match="is too small; allowed are 1 MiB to"):
         Dram(small)
+
+
+def test_a_size_without_its_last_letter_says_which_two_it_may_be() -> None:
+    for bad, good in (
+        ("4G", '"4GiB" .* or "4GB"'),
+        ("1.5 ti", '"1.5TiB" .* or "1.5TB"'),
+        ("4 gigs", '"4GiB" .* or "4GB"'),
+    ):
+        with pytest.raises(ConfigError, match=good):
+            Dram(bad)
+    with pytest.raises(ConfigError, match="is too large"):
+        Dram(1 << 63)
 
 
 @given(st.integers(1 << 20, 1 << 50))

@@ -536,13 +536,22 @@ def test_without_the_tier_it_says_what_to_do(tmp_path: Path) -> None:
     device.close()
 
 
-def test_cuda_that_is_not_there_says_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_that_is_not_there_says_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("kvtier.tiers.cuda.missing", lambda device=0: "CuPy cannot be imported (no module)")
     with pytest.raises(UnsupportedError, match="CuPy cannot be imported"):
         Store(Hbm(MIB, backend="cuda"), Dram(8 * MIB))
+    assert not caplog.records
     with Store(Hbm(MIB), Dram(8 * MIB)) as store:
         assert isinstance(store.device, HostBackend)
         assert isinstance(store.device, DeviceBackend)
+        assert store.stats()["tiers"]["hbm"]["device"] == "host"
+        assert "backend='host'" in repr(store)
+    (warned,) = caplog.messages
+    assert "1 MiB of this process's memory, not of a GPU's: CuPy cannot be imported (no module)" in warned
+    with Store(Hbm(MIB, backend="host"), Dram(8 * MIB)):
+        assert len(caplog.records) == 1, "who asks for the host gets it in silence"
 
 
 def test_the_settings_of_the_tier(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_an_adapter_is_known_by_its_content(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="configuration"):
+    with pytest.raises(ConfigError, match=r"config.json is not here: give a loaded model, or the directory"):
         Identity.from_model(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="safetensors"):
@@ -200,5 +200,5 @@ def test_a_loaded_model_is_known_by_its_content() -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="neither a model directory nor a model"):
+    with pytest.raises(ConfigError, match="a int was given; allowed are a model's directory, or a loaded model"):
         Identity.from_model(3)

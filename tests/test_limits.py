@@ -80,7 +80,7 @@ def test_a_full_file_system(here: Path) -> None:
     text = """
 own_file_system(here, "size=4m")
 memory, kv = Dram("2MiB"), here / "kv"
-refused(lambda: Store(memory, Nvme(kv, "8MiB")), "8388608 bytes", "No space left", "smaller size")
+refused(lambda: Store(memory, Nvme(kv, "8MiB")), "8 MiB", "No space left", "smaller size")
 works(memory, Nvme(kv, "2MiB"))
 try:
     (here / "filler").write_bytes(bytes(4 * MIB))
@@ -92,7 +92,7 @@ for name in keys(100, "more"):
 assert store.stats()["tiers"]["nvme"]["errors"] == 0
 store.close()
 (here / "filler").unlink()
-refused(lambda: Store(memory, Cxl("8MiB", path=here / "memory")), "8388608 bytes", "No space left", "smaller size")
+refused(lambda: Store(memory, Cxl("8MiB", path=here / "memory")), "8 MiB", "No space left", "smaller size")
 # Again: what the first try left must not look like a file that has its space.
 refused(lambda: Store(memory, Cxl("8MiB", path=here / "memory")), "No space left")
 (here / "memory").unlink()
@@ -107,8 +107,8 @@ def test_a_limit_on_the_size_of_files(here: Path) -> None:
     text = """
 resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, 4 * MIB))
 memory, kv = Dram("2MiB"), here / "kv"
-refused(lambda: Store(memory, Nvme(kv, "8MiB")), "8388608 bytes", "too large", "smaller size")
-refused(lambda: Store(memory, Cxl("8MiB", path=here / "memory")), "8388608 bytes", "too large", "smaller size")
+refused(lambda: Store(memory, Nvme(kv, "8MiB")), "8 MiB", "too large", "smaller size")
+refused(lambda: Store(memory, Cxl("8MiB", path=here / "memory")), "8 MiB", "too large", "smaller size")
 works(memory, Nvme(kv, "2MiB"))
 """
     confined(here, text)

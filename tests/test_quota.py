@@ -57,7 +57,10 @@ def test_an_amount_holds_in_every_tier_and_a_mapping_names_tiers(tmp_path: Path)
         ({"cap": float("nan")}, "not a share"),
         ({"cap": "4 parsecs"}, "not a size"),
         ({"cap": True}, "not a size"),
-        ({"guaranteed": {"dram": 100}}, "at least 4096"),
+        (
+            {"guaranteed": {"dram": 100}},
+            "guaranteed=100 is too small; allowed are 4096 bytes .* A share of a tier is a float",
+        ),
         ({"priority": 1.0}, "not a priority"),
         ({"priority": True}, "not a priority"),
         ({"ttl": 0}, "seconds from 1/64"),
@@ -72,7 +75,8 @@ def test_what_is_no_quota_is_refused(arguments: dict[str, Any], message: str) ->
 def test_guarantees_above_a_tier_are_refused_and_change_nothing(store: Store) -> None:
     store.namespace(b"a", quota=Quota(guaranteed=0.5))
     with pytest.raises(
-        ConfigError, match="to be guaranteed, and 4194304 are to other namespaces; 7549747 can be in all"
+        ConfigError,
+        match=r"4 MiB .* to be guaranteed, and 4 MiB are to other namespaces; 7.2 MiB \(7549747 bytes\) can be in all",
     ):
         store.namespace(b"b", quota=Quota(guaranteed=0.5))
     with pytest.raises(ConfigError, match="a cap is at least that"):

@@ -50,8 +50,10 @@ def test_namespaces_do_not_share(store: Store) -> None:
 
 def test_what_is_no_namespace_is_refused(store: Store) -> None:
     for bad in (b"", "model", None):
-        with pytest.raises(ConfigError, match="pass an Identity"):
+        with pytest.raises(ConfigError, match="as the identity; allowed are an Identity, such as"):
             store.namespace(bad)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a str was given as the layout; allowed is a KVLayout"):
+        store.namespace(b"model", "fp16")  # type: ignore[arg-type]
 
 
 def test_a_plain_store_takes_a_quarter_of_what_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +206,8 @@ def test_a_closed_store(tiers: tuple[Dram, Nvme]) -> None:
         cache = store.namespace(b"model", LAYOUT)
         job = store.prefetch([name])
         job.result()
-    calls = [*verbs_of(store), cache.clear, lambda: cache.put(name, bytes(BLOCK))]
+    calls = [*verbs_of(store), cache.clear, lambda: cache.put(name, bytes(BLOCK)), store.stats, cache.stats]
+    calls += [lambda: store.namespace(b"model", LAYOUT), lambda: cache.beside("other"), lambda: store.emulated]
     for call in calls:
         with pytest.raises(ClosedError, match="the store is closed"):
             call()

@@ -43,6 +43,7 @@ __all__ = [
     "copy_kernel",
     "inspect_dir",
     "probe",
+    "show_bytes",
 ]
 
 TIERS: list[str]
@@ -263,6 +264,7 @@ def check_dirs(paths: list[str | PathLike[str]], repair: bool) -> list[dict[str,
 def inspect_dir(path: str | PathLike[str]) -> dict[str, Any]: ...
 def probe(path: str | PathLike[str]) -> dict[str, Any]: ...
 def copy_kernel() -> str: ...
+def show_bytes(count: int) -> str: ...
 
 # What the machine itself can do, for `kvtier bench`.
 

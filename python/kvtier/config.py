@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
+from kvtier._kvtier import show_bytes
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.machine import usable_memory
 
@@ -49,8 +50,11 @@ _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_NO_UNIT = re.compile(r"\s*([\d.]+)\s*([kmgtp])i?\s*", re.IGNORECASE)
+"""What most programs take for a size, by two rules: powers of 1000, or of 1024."""
 
 MIN_TIER = 1 << 20
+_MOST = 1 << 63
 DEFAULT_DRAM = 8 << 30
 
 
@@ -64,7 +68,7 @@ def parse_size(size: Size, what: str = "size", *, least: int = MIN_TIER) -> int:
         least: the smallest size that is allowed. Default 1 MiB, the smallest tier.
 
     Raises:
-        ConfigError: for anything else, or less than ``least``.
+        ConfigError: for anything else, less than ``least``, or 2**63 and more.
     """
     count: int | None = None
     if isinstance(size, int) and not isinstance(size, bool):
@@ -72,9 +76,18 @@ def parse_size(size: Size, what: str = "size", *, least: int = MIN_TIER) -> int:
     elif isinstance(size, str) and (match := _SIZE.fullmatch(size)) and match[2].lower() in _UNITS:
         count = math.floor(float(match[1]) * _UNITS[match[2].lower()])
     if count is None:
-        raise ConfigError(f'{what}={size!r} is not a size; allowed are whole bytes or text such as "4GiB" or "100GB"')
-    if count < least:
-        raise ConfigError(f"{what}={size!r} is {count} bytes; at least {least} are needed: give more, or leave it out")
+        number, letter = "4", "G"
+        if isinstance(size, str) and (match := _NO_UNIT.fullmatch(size)):
+            number, letter = match[1], match[2].upper()
+        raise ConfigError(
+            f"{what}={size!r} is not a size; allowed are whole bytes, or text with a unit: "
+            f'"{number}{letter}iB" (powers of 1024) or "{number}{letter}B" (powers of 1000), from KiB and KB to PiB and PB'
+        )
+    if not least <= count < _MOST:
+        raise ConfigError(
+            f"{what}={size!r} is too {'small' if count < least else 'large'}; allowed are {show_bytes(least)} to 8192 PiB, "
+            'such as "4GiB"; a number without a unit is bytes'
+        )
     return count
 
 
@@ -218,8 +231,9 @@ class Hbm:
         size: its capacity; see :func:`parse_size`.
         device: the GPU's number. Default 0.
         backend: ``"cuda"`` for the GPU through CuPy, ``"host"`` for memory of the process (for tests, and without a
-            GPU), ``"auto"`` (default) for the GPU if it can be used, else the host; or a
-            :class:`kvtier.tiers.DeviceBackend` of the caller's, which the store closes.
+            GPU), ``"auto"`` (default) for the GPU if it can be used, else the host, which a warning of the logger
+            ``kvtier`` then says; or a :class:`kvtier.tiers.DeviceBackend` of the caller's, which the store closes.
+            :attr:`Store.config` and ``stats()["tiers"]["hbm"]["device"]`` say which it is.
 
     Raises:
         ConfigError: for a value outside the ones named.

@@ -122,7 +122,8 @@ class Identity:
         else:
             if not hasattr(model, "config") or not hasattr(model, "state_dict"):
                 raise ConfigError(
-                    f"a {type(model).__name__} is neither a model directory nor a model with a config and a state_dict"
+                    f"a {type(model).__name__} was given; allowed are a model's directory, or a loaded model, which has a config "
+                    "and a state_dict"
                 )
             config = model.config.to_dict()
             fields.setdefault("weights", digest_model(model))
@@ -179,8 +180,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
+        what = "is not here" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise ConfigError(
-            f"{path} cannot be read as a model's configuration ({error}): give the directory of a Hugging Face model"
+            f"{path} {what}: give a loaded model, or the directory of a Hugging Face model with its config.json and "
+            "*.safetensors; names of the Hub are not looked up"
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds a {type(config).__name__}, not the fields of a configuration")

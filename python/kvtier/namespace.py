@@ -147,7 +147,9 @@ class Namespace:
         Args:
             keys: their keys.
             blocks: their bytes, one buffer a key, all of them on the host or all on a device; see :meth:`put`.
-            parents: the key of each one's parent, or ``None``; default: all are first of a chain.
+            parents: the key of the block before each one, or ``None``; of a whole chain ``[None, *keys[:-1]]``. Default: each
+                is the first of a chain of its own. Give them for blocks that follow one another: else one may leave the
+                store before those that are of no use without it.
             importance: one score a key; default 0.
             timeout: how long to wait for room, all together.
             stream: of arrays on a device, as in :meth:`get_into`.

@@ -87,7 +87,12 @@ def _bytes(what: str, amount: Amount | None, size: int) -> int | None:
     if isinstance(amount, float):
         if not 0 < amount <= 1:
             raise ConfigError(
-                f'{what}={amount!r} is not a share; allowed are numbers above 0 up to 1.0, or sizes such as "4GiB"'
+                f'{what}={amount!r} is not a share of a tier; allowed are numbers above 0 up to 1.0, or sizes such as "4GiB"'
             )
         return max(_PAGE, math.floor(amount * size))
-    return parse_size(amount, what, least=_PAGE)
+    try:
+        return parse_size(amount, what, least=_PAGE)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. A share of a tier is a float, such as 0.5, or 1.0 for all of it; for none, leave {what} out"
+        ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +19,7 @@ from kvtier.machine import usable_memory
 from kvtier.namespace import Namespace
 from kvtier.quota import Amount, Quota
 from kvtier.tiers.backend import DeviceBackend
-from kvtier.tiers.hbm import HbmTier, countdown, is_on_host, open_tier
+from kvtier.tiers.hbm import HbmTier, countdown, open_tier, resolved
 
 __all__ = ["Store"]
 
@@ -59,6 +60,9 @@ class Store(Namespace):
         self._open(StoreConfig(tuple(tiers), policy, verify, watermarks, write_budget))
 
     def _open(self, config: StoreConfig) -> None:
+        config = replace(
+            config, tiers=tuple(resolved(tier) if isinstance(tier, Hbm) else tier for tier in config.tiers)
+        )
         self.config = config
         _fits(config.tiers)
         self._progress = _kvtier.Progress()
@@ -124,16 +128,22 @@ class Store(Namespace):
                 guarantees more than there is, or the 256th namespace with one. Nothing was changed then.
         """
         quota = quota if isinstance(quota, Quota | None) else Quota(cap=quota)
-        layout = layout or KVLayout.opaque()
+        layout = KVLayout.opaque() if layout is None else layout
+        if not isinstance(layout, KVLayout):
+            raise ConfigError(
+                f"a {type(layout).__name__} was given as the layout; allowed is a KVLayout, such as "
+                "KVLayout.from_config(model.config), or None for opaque bytes"
+            )
         codecs.check(codec, layout)
         if isinstance(identity, Identity):
             text = identity.to_bytes(layout)
         elif isinstance(identity, bytes) and identity:
             text = canonical.encode({"identity": 0, "own": identity, "layout": layout.fingerprint()})
         else:
+            given = repr(identity) if isinstance(identity, str | bytes) else f"a {type(identity).__name__}"
             raise ConfigError(
-                f"identity={identity!r} was given; pass an Identity, or bytes of your own that name everything that "
-                "changes the meaning of a block"
+                f"{given} was given as the identity; allowed are an Identity, such as Identity.from_model(...) with a loaded "
+                "model or its directory, or bytes of your own that name everything that changes the meaning of a block"
             )
         if codec in codecs.LOSSY:
             text = canonical.encode({"lossy": codec, "of": text})
@@ -158,7 +168,6 @@ class Store(Namespace):
 
     def __repr__(self) -> str:
         try:
-            self._core.contains(self._space, [])  # refuses a store that is closed
             held = f"{self.stats()['blocks']} blocks"
         except ClosedError:
             held = "closed"
@@ -215,10 +224,16 @@ class Store(Namespace):
 
     def stats(self) -> dict[str, Any]:
         """Counters, sizes in bytes and latencies in seconds since the store was opened, by tier under ``"tiers"``, and of
-        each namespace under ``"namespaces"``, by the first 16 digits of its digest; see :meth:`Namespace.stats`. Does not
-        block.
+        each namespace under ``"namespaces"``, by the first 16 digits of its digest; see :meth:`Namespace.stats`. What
+        an :class:`Hbm` tier lies on is its ``"device"``: ``"cuda:0"``, or ``"host"``. Does not block.
+
+        Raises:
+            ClosedError: the store is closed: ask before.
         """
-        return self._core.report()
+        report = self._core.report()
+        if self._hbm is not None:
+            report["tiers"]["hbm"]["device"] = self._hbm.backend.name
+        return report
 
     def close(self, timeout: float | None = None) -> None:
         """Flush, end all threads, let go of the directory and of the memory that no lease holds. Blocks for at most
@@ -251,12 +266,13 @@ class Store(Namespace):
 
 def _fits(tiers: Iterable[Tier]) -> None:
     """Refuse more memory than there is: the kernel would end the process when it is touched."""
-    own = [tier for tier in tiers if isinstance(tier, Dram) or (isinstance(tier, Hbm) and is_on_host(tier))]
+    own = [tier for tier in tiers if isinstance(tier, Dram) or (isinstance(tier, Hbm) and tier.backend == "host")]
     given, usable = sum(tier.size_bytes for tier in own), usable_memory()
     if given > usable:
         names = " and ".join(type(tier).__name__ for tier in reversed(own))
         raise ConfigError(
-            f"a {names} tier of {given} bytes was given, and this process may use {usable}. Give less, or make room first"
+            f"a {names} tier of {_kvtier.show_bytes(given)} was given, and this process may use "
+            f"{_kvtier.show_bytes(usable)}. Give less, or make room first"
         )
 
 

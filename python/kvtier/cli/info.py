@@ -14,6 +14,7 @@ from kvtier.cli.output import json_option, size
 from kvtier.config import default_dram
 from kvtier.errors import KvtierError
 from kvtier.rates import choose, codec_rates, drive_rate
+from kvtier.tiers import cuda
 
 __all__ = ["info"]
 
@@ -109,13 +110,13 @@ def _memory() -> list[Finding]:
 
 
 def _gpu() -> Finding:
-    names = machine.gpus()
+    names, missing = machine.gpus(), cuda.missing()
     return Finding(
         "GPU",
         names,
-        bool(names),
+        missing is None,
         ", ".join(names) or "none",
-        "" if names else "not needed; Hbm() keeps its copies in the memory of the process then",
+        "" if missing is None else f"not needed; an Hbm tier is memory of this process here: {missing}",
     )
 
 

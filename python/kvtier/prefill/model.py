@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 from kvtier.identity import Identity
 from kvtier.layout import KVLayout
 from kvtier.prefill.cache import packed_cache
+from kvtier.prefill.prompt import check_parts
 from kvtier.prefill.registry import Member, attending
 
 __all__ = ["cache_argument", "forward", "forward_all", "layout_of", "logits_of", "namespace", "synchronise"]
@@ -32,8 +33,10 @@ def namespace(store: Any, model: Any, *, block_tokens: int = 16, quota: Any = No
     Blocks while it hashes the weights (about 1 s a GB) unless ``weights`` is given: do it once a model.
 
     Raises:
+        ConfigError: for what is no store, or no loaded model.
         ConfigError, UnsupportedError: see :meth:`kvtier.layout.KVLayout.from_config`.
     """
+    check_parts(model, store, "store, model")
     return store.namespace(Identity.from_model(model, **identity), layout_of(model, block_tokens), quota=quota)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,22 +14,27 @@ from kvtier.errors import ConfigError
 __all__ = ["check_fraction", "check_parts", "token_ids"]
 
 
-def check_parts(model: Any, store: Any) -> None:
-    """Whether these are a model and a store, in this order.
+def check_parts(model: Any, store: Any, order: str = "model, store, input_ids") -> None:
+    """Whether these are a model and a store; ``order`` is that of the caller's arguments.
 
     Raises:
         ConfigError: where they are not.
     """
     if not (callable(getattr(model, "forward", None)) and hasattr(model, "config")):
         raise ConfigError(
-            f"a {type(model).__name__} was given as the model; allowed is a loaded Hugging Face causal language model. The "
-            "order is model, store, input_ids"
+            f"{_given(model)} was given as the model; allowed is a loaded Hugging Face causal language model, which "
+            f"transformers.AutoModelForCausalLM.from_pretrained(...) returns. The order is {order}"
         )
     if isinstance(store, torch.nn.Module) or not (hasattr(store, "namespace") or hasattr(store, "layout")):
         raise ConfigError(
-            f"a {type(store).__name__} was given as the store; allowed is a kvtier.Store, or a namespace of one. The order "
-            "is model, store, input_ids"
+            f"{_given(store)} was given as the store; allowed is a kvtier.Store, or a namespace of one. The order is {order}"
         )
+
+
+def _given(value: Any) -> str:
+    """What it is, shortly: a model's own text has a page."""
+    shown = f" ({value!r})" if isinstance(value, str | Path) else ""
+    return f"a {type(value).__name__}{shown}"
 
 
 def check_fraction(retain: float | None) -> None:

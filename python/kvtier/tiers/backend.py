@@ -193,7 +193,7 @@ def open_backend(capacity: Size, device: int | str = "auto") -> DeviceBackend:
         return cuda.CupyBackend(size, device if isinstance(device, int) else 0)
     if device == "auto":
         return HostBackend(size)
-    raise UnsupportedError(f'device={device!r} was asked for, but {found}: ask for "host", or mend that')
+    raise UnsupportedError(f'a GPU was asked for (device={device!r}), but {found}: mend that, or ask for "host"')
 
 
 def no_thread(name: str, error: RuntimeError) -> StorageError:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvtier._kvtier import show_bytes
 from kvtier.errors import ClosedError, InvalidBlockError, StorageError
 from kvtier.tiers.backend import Copy, Copying, Delivery, check_copies, check_deliveries, check_place
 from kvtier.tiers.paged import check_slots, rows_of
@@ -55,7 +56,7 @@ def missing(device: int = 0) -> str | None:
     try:
         import cupy
     except ImportError as error:
-        return f"CuPy cannot be imported ({error})"
+        return f"CuPy cannot be imported ({error}; for pip it is cupy-cuda12x or cupy-cuda13x)"
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except Exception as error:  # CuPy raises a type of its own
@@ -174,7 +175,8 @@ class CupyBackend:
             except cupy.cuda.runtime.CUDARuntimeError as error:
                 free, total = cupy.cuda.runtime.memGetInfo()
                 raise StorageError(
-                    f"{self.name} has {free} of {total} bytes free, and the pool needs {capacity} ({error}): ask for less"
+                    f"{self.name} has {show_bytes(free)} of {show_bytes(total)} free, and the pool needs {show_bytes(capacity)} "
+                    f"({error}): ask for less"
                 ) from error
             self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
             # Compiled with its first use.

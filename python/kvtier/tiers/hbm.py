@@ -9,13 +9,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import _kvtier, buffers
-from kvtier._kvtier import DEFAULT_TIMEOUT
+from kvtier._kvtier import DEFAULT_TIMEOUT, show_bytes
 from kvtier.config import Hbm
 from kvtier.errors import ConfigError, DeadlineError, InvalidBlockError, StorageError
 from kvtier.layout import KVLayout
@@ -23,7 +24,7 @@ from kvtier.results import Result, miss, results
 from kvtier.tiers import cuda
 from kvtier.tiers.backend import Copy, Copying, Delivery, DeviceBackend, no_thread, open_backend
 
-__all__ = ["HbmTier", "Placed", "countdown", "is_on_host", "open_tier"]
+__all__ = ["HbmTier", "Placed", "countdown", "open_tier", "resolved"]
 
 _AT_ONCE = 64 << 20
 """Bytes of memory that a read pins at a time, and at most this part of DRAM."""
@@ -248,19 +249,30 @@ def countdown(timeout: float | None) -> Callable[[], float]:
 
 
 def open_tier(config: Hbm) -> DeviceBackend:
-    """The pool that a tier was configured with."""
+    """The pool that a tier was configured with, see :func:`resolved`."""
     if isinstance(config.backend, str):
-        return open_backend(config.size_bytes, "host" if is_on_host(config) else config.device)
+        return open_backend(config.size_bytes, "host" if config.backend == "host" else config.device)
     if config.backend.capacity < config.size_bytes:
         raise ConfigError(
-            f"an hbm tier of {config.size_bytes} bytes was given with a pool of {config.backend.capacity}: make them equal"
+            f"an hbm tier of {show_bytes(config.size_bytes)} was given with a pool of {show_bytes(config.backend.capacity)}: "
+            "make them equal"
         )
     return config.backend
 
 
-def is_on_host(config: Hbm) -> bool:
-    """Whether its pool is made of the process's own memory."""
-    return config.backend == "host" or (config.backend == "auto" and cuda.missing(config.device) is not None)
+def resolved(config: Hbm) -> Hbm:
+    """The tier with ``"auto"`` replaced by what it is on this machine; says so aloud where that is no GPU."""
+    if config.backend != "auto":
+        return config
+    found = cuda.missing(config.device)
+    if found is not None:
+        logging.getLogger("kvtier").warning(
+            "the hbm tier is %s of this process's memory, not of a GPU's: %s. "
+            'Hbm(..., backend="cuda") refuses to open without a GPU, backend="host" is this without the warning',
+            show_bytes(config.size_bytes),
+            found,
+        )
+    return replace(config, backend="cuda" if found is None else "host")
 
 
 def _end(feed: _kvtier.Feed, thread: threading.Thread) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from kvtier._kvtier import show_bytes
 from kvtier.errors import ClosedError, InvalidBlockError, StorageError
 from kvtier.tiers.backend import Copy, Copying, Delivery, check_copies, check_deliveries, check_place, no_thread
 from kvtier.tiers.paged import check_slots, rows_of
@@ -77,7 +78,7 @@ class HostBackend:
         try:
             self._pool: NDArray[np.uint8] | None = np.zeros(capacity, np.uint8)
         except MemoryError:
-            raise StorageError(f"the machine has not {capacity} bytes for the pool: ask for less") from None
+            raise StorageError(f"the machine has not {show_bytes(capacity)} for the pool: ask for less") from None
         self.capacity = capacity
         self.name = "host"
         self._lock = threading.Lock()

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use hashbrown::HashSet;
 use kvtier_codec::image::PAGE;
-use kvtier_nvme::Slot;
+use kvtier_nvme::{Bytes, Slot};
 
 use crate::error::{Error, Kind, Result};
 use crate::index::{Cold, NOWHERE};
@@ -323,7 +323,10 @@ impl Inner {
         };
         Err(Error::new(
             kind,
-            format!("{count} blocks of {bytes} bytes in all stay in memory only: {why}"),
+            format!(
+                "{count} blocks of {} in all stay in memory only: {why}",
+                Bytes(bytes as u64)
+            ),
         ))
     }
 

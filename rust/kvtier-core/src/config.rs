@@ -7,6 +7,7 @@ use crate::arena::backing::HugePages;
 use crate::error::{Error, Kind, Result};
 use crate::index::MEMORY_TIERS;
 use kvtier_codec::image::PAGE;
+use kvtier_nvme::Bytes;
 
 /// Which memory tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,9 +127,10 @@ impl Config {
         for m in &self.memory {
             if m.size < MIN_MEMORY || m.size / PAGE as u64 >= u64::from(u32::MAX - 8) {
                 return fail(format!(
-                    "a {} tier of {} bytes was given; a memory tier has {MIN_MEMORY} bytes to 16 TiB",
+                    "a {} tier of {} was given; a memory tier has {} to 16 TiB",
                     m.name(),
-                    m.size
+                    Bytes(m.size),
+                    Bytes(MIN_MEMORY)
                 ));
             }
             if m.path.is_some() && (m.numa_node.is_some() || m.kind == MemoryKind::Dram) {
@@ -147,8 +149,9 @@ impl Config {
             .is_some_and(|size| size < MIN_MEMORY || size / PAGE as u64 >= u64::from(u32::MAX - 8))
         {
             return fail(format!(
-                "an hbm tier of {} bytes was given; it has {MIN_MEMORY} bytes to 16 TiB",
-                self.hbm.unwrap_or(0)
+                "an hbm tier of {} was given; it has {} to 16 TiB",
+                Bytes(self.hbm.unwrap_or(0)),
+                Bytes(MIN_MEMORY)
             ));
         }
         if !(0.0 < self.low && self.low <= self.high && self.high <= 1.0) {

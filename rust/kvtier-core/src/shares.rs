@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use hashbrown::HashMap;
 use kvtier_codec::image::PAGE;
+use kvtier_nvme::Bytes;
 
 pub(crate) use crate::claim::Claim;
 use crate::claim::{Moving, Way};
@@ -554,7 +555,9 @@ impl Shares {
             let cap = quota.cap.get(tier).copied().flatten();
             if let Some(cap) = cap.filter(|&cap| cap < guaranteed.max(PAGE as u64)) {
                 return fail(format!(
-                    "a cap of {cap} bytes of the {name} tier was given with {guaranteed} guaranteed; a cap is at least that, and at least {PAGE} bytes"
+                    "a cap of {} of the {name} tier was given with {} guaranteed; a cap is at least that, and at least {PAGE} bytes",
+                    Bytes(cap),
+                    Bytes(guaranteed)
                 ));
             }
             let others: u64 = (0..self.groups.len())
@@ -564,7 +567,10 @@ impl Shares {
             let most = (size as f64 * GUARANTEED) as u64;
             if guaranteed > 0 && others + guaranteed > most {
                 return fail(format!(
-                    "{guaranteed} bytes of the {name} tier were to be guaranteed, and {others} are to other namespaces; {most} can be in all, which is 90 % of its size. Guarantee less, or use a larger tier"
+                    "{} of the {name} tier were to be guaranteed, and {} are to other namespaces; {} can be in all, which is 90 % of its size. Guarantee less, or use a larger tier",
+                    Bytes(guaranteed),
+                    Bytes(others),
+                    Bytes(most)
                 ));
             }
         }

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvtier_codec::checksum::copy;
 use kvtier_codec::image::PAGE;
+use kvtier_nvme::Bytes;
 use kvtier_nvme::slots::{BUSY, FREE, LOST, Run};
 
 use crate::arena::{Arena, Pin};
@@ -167,10 +168,10 @@ impl Inner {
                 return Err(Error::new(
                     Kind::Full,
                     format!(
-                        "a block of {} bytes was given; the {} tier holds {} bytes for its namespace beside the index. Use a larger tier or smaller blocks, or raise the cap",
-                        pages as usize * PAGE,
+                        "a block of {} was given; the {} tier holds {} for its namespace beside the index. Use a larger tier or smaller blocks, or raise the cap",
+                        Bytes(u64::from(pages) * PAGE as u64),
                         memory.name,
-                        most * PAGE as u64
+                        Bytes(most * PAGE as u64)
                     ),
                 ));
             }
@@ -213,11 +214,11 @@ impl Inner {
             return Err(Error::new(
                 kind,
                 format!(
-                    "no room for {} bytes in the {} tier {what}: {} of {} bytes are free within {of}, the rest is pinned, leased, guaranteed to others or on its way down. Release leases, wait longer, or use a larger tier",
-                    wanted as usize * PAGE,
+                    "no room for {} in the {} tier {what}: {} of {} are free within {of}, the rest is pinned, leased, guaranteed to others or on its way down. Release leases, wait longer, or use a larger tier",
+                    Bytes(u64::from(wanted) * PAGE as u64),
                     memory.name,
-                    free as usize * PAGE,
-                    most * PAGE as u64
+                    Bytes(u64::from(free) * PAGE as u64),
+                    Bytes(most * PAGE as u64)
                 ),
             ));
         }

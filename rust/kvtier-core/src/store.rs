@@ -6,9 +6,7 @@ use std::time::{Duration, Instant};
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use kvtier_codec::image::Id;
-use kvtier_nvme::Clock;
-use kvtier_nvme::IoBuf;
-use kvtier_nvme::{NvmeTier, Recovered, Registration};
+use kvtier_nvme::{Bytes, Clock, IoBuf, NvmeTier, Recovered, Registration};
 
 use crate::ages::Ages;
 use crate::arena::{Arena, Pin, backing};
@@ -249,10 +247,10 @@ impl Store {
             return Err(Error::new(
                 Kind::Config,
                 format!(
-                    "a {} tier of {} bytes was given; the tables for all tiers take {} bytes of it. Use a larger one",
+                    "a {} tier of {} was given; the tables for all tiers take {} of it. Use a larger one",
                     inner.memory[0].name,
-                    inner.memory[0].size,
-                    inner.metadata_bytes()
+                    Bytes(inner.memory[0].size),
+                    Bytes(inner.metadata_bytes() as u64)
                 ),
             ));
         }
@@ -286,6 +284,11 @@ impl Store {
         self.threads
             .spawn(name, move || run(&inner))
             .map_err(|e| no_thread(name, &e))
+    }
+
+    /// Refuses work on a closed store, and in a fork of the process that opened it.
+    pub fn check_open(&self) -> Result<()> {
+        self.inner.check_open()
     }
 
     /// Which of these keys are resident.
@@ -394,11 +397,13 @@ impl Store {
 
     /// From now on, blocks of this namespace that are written below memory are coded so; `None`: they
     /// are written as they are. Blocks that lie there are read however they were written.
-    pub fn set_coding(&self, ns: &Namespace, coding: Option<Coding>) {
+    pub fn set_coding(&self, ns: &Namespace, coding: Option<Coding>) -> Result<()> {
+        self.inner.check_open()?;
         if coding.is_some() {
             self.inner.begin_coding();
         }
         self.inner.codings.set(ns.tag(), coding);
+        Ok(())
     }
 
     /// Sets what a namespace may hold, from now on; what it has above a cap leaves. Quotas, and

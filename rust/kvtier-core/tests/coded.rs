@@ -81,7 +81,7 @@ fn coding_and_decoding_stay_within_the_memory_that_is_set_aside() {
     let device = GateDevice::new(64 << 20);
     let store = Arc::new(over(MEMORY, device.clone(), |_| {}));
     let plain = store.report().metadata;
-    store.set_coding(&ns, Some(coding("zstd")));
+    store.set_coding(&ns, Some(coding("zstd"))).unwrap();
     let aside = (store.report().metadata - plain) as usize;
     let each = aside / 2 / LEN * LEN; // what coding may take, and decoding
     assert!(
@@ -179,7 +179,7 @@ fn a_block_of_an_unknown_codec_is_a_miss_that_says_so_and_is_kept() {
     drop(tier);
     for _ in 0..2 {
         let store = two_tiers(8 << 20, nvme(dir.path(), 16 << 20));
-        store.set_coding(&ns, Some(coding("zstd")));
+        store.set_coding(&ns, Some(coding("zstd"))).unwrap();
         assert_eq!(store.contains(&ns, &[&name]).unwrap(), [true]);
         for _ in 0..2 {
             assert_eq!(get(&store, &ns, &name, LEN), Err(Miss::Codec));

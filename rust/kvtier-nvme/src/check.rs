@@ -19,6 +19,7 @@ use crate::record::{self, Change, Entry, Record};
 use crate::recover::{self, Found};
 use crate::superblock::{Superblock, VERSION};
 use crate::tier::Slot;
+use crate::units::Bytes;
 use crate::volume::Volume;
 
 /// What [`check`] found.
@@ -340,8 +341,9 @@ pub fn probe(dir: &Path) -> Probe {
         memlock_reason: match memlock {
             None => "unlimited: all of the arena can be registered".into(),
             Some(bytes) => format!(
-                "{bytes} bytes: memory beyond that is used unregistered, at a little more CPU \
-                 time; raise it with `ulimit -l`"
+                "{}: memory beyond that is used unregistered, at a little more CPU \
+                 time; raise it with `ulimit -l`",
+                Bytes(bytes)
             ),
         },
     };

@@ -23,6 +23,7 @@ mod state;
 mod superblock;
 pub mod sync;
 mod tier;
+mod units;
 mod volume;
 
 pub use buf::{IoBuf, Pages};
@@ -35,6 +36,7 @@ pub use health::Health;
 pub use tier::{
     Done, NvmeTier, Options, Read, Recovered, Registration, Slot, SlotHold, Stats, Write,
 };
+pub use units::Bytes;
 
 #[cfg(test)]
 extern crate self as kvtier_nvme; // the common helpers of the tests are written from outside

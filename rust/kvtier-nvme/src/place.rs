@@ -13,6 +13,7 @@ use crate::device::lock::Lock;
 use crate::error::{Error, ErrorKind};
 use crate::recover::{self, Found};
 use crate::superblock::Geometry;
+use crate::units::Bytes;
 
 /// A new file has this name until it is formatted, so that a crash leaves none half made.
 const NEW_FILE: &str = "kvtier.dat.new";
@@ -121,10 +122,10 @@ pub fn recover(device: &dyn Device, name: &str, share: u64) -> Result<Found, Err
         return Err(Error::new(
             ErrorKind::Config,
             format!(
-                "{name} was made with {} bytes, the size given makes it {}: give the old size, or \
+                "{name} was made with {}, the size given makes it {}: give the old size, or \
                  remove the store to start anew",
-                superblock.geometry.total * PAGE as u64,
-                wanted.total * PAGE as u64,
+                Bytes(superblock.geometry.total * PAGE as u64),
+                Bytes(wanted.total * PAGE as u64),
             ),
         ));
     }

@@ -13,6 +13,7 @@ use crate::journal::{self, CHUNK, Journal};
 use crate::record::{Change, PER_BLOCK, Record};
 use crate::slots::{BUSY, LOST, Slots};
 use crate::superblock::{Geometry, MIN_BYTES, Refusal, Superblock, VERSION};
+use crate::units::Bytes;
 
 /// What a device holds.
 pub struct Found {
@@ -47,7 +48,11 @@ pub fn format_as(device: &dyn Device, bytes: u64, name: &str, uuid: [u8; 16]) ->
     if device.len() < bytes {
         return Err(Error::new(
             ErrorKind::Config,
-            format!("{name} has {} bytes: {bytes} do not fit", device.len()),
+            format!(
+                "{name} has {}: {} do not fit",
+                Bytes(device.len()),
+                Bytes(bytes)
+            ),
         ));
     }
     for epoch in 0..2 {

@@ -10,6 +10,7 @@ use kvtier_codec::image::PAGE;
 
 use crate::error::{Error, ErrorKind};
 use crate::record::{get, get_u32, get_u64, put};
+use crate::units::Bytes;
 
 /// The format this code writes, and the newest it reads.
 pub const VERSION: u32 = 1;
@@ -63,8 +64,9 @@ impl Geometry {
             _ => Err(Error::new(
                 ErrorKind::Config,
                 format!(
-                    "{bytes} bytes on one path: allowed are 1 MiB to 16 TiB; \
-                     give another size or another number of paths"
+                    "{} on one path: allowed are 1 MiB to 16 TiB; \
+                     give another size or another number of paths",
+                    Bytes(bytes)
                 ),
             )),
         }

@@ -277,7 +277,7 @@ mod roles {
         assert_eq!(error.kind(), ErrorKind::Full, "{error}");
         let text = error.to_string();
         assert!(
-            text.contains("8388608 bytes") && text.contains("smaller size"),
+            text.contains("8 MiB") && text.contains("smaller size"),
             "{text}"
         );
         assert_eq!(names(&home), ["kvtier.lock"]);

@@ -458,10 +458,7 @@ impl Core {
         let coding = codec
             .map(|name| codecs::coding(py, name, element, &layers))
             .transpose()?;
-        self.run(py, |store| {
-            store.set_coding(&space.ns, coding);
-            Ok(())
-        })
+        self.run(py, |store| store.set_coding(&space.ns, coding))
     }
 
     /// From now on the blocks of a namespace count to another one.
@@ -691,7 +688,10 @@ impl Core {
 
     /// The state of everything, as nested dicts of numbers.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let report = self.run(py, |store| Ok(store.report()))?;
+        let report = self.run(py, |store| {
+            store.check_open()?;
+            Ok(store.report())
+        })?;
         report::dict(py, &report)
     }
 }

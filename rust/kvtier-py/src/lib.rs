@@ -52,6 +52,7 @@ fn _kvtier(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(tools::inspect_dir, m)?)?;
     m.add_function(wrap_pyfunction!(tools::probe, m)?)?;
     m.add_function(wrap_pyfunction!(tools::copy_kernel, m)?)?;
+    m.add_function(wrap_pyfunction!(tools::show_bytes, m)?)?;
     m.add_class::<codecs::CodecBench>()?;
     m.add_function(wrap_pyfunction!(codecs::codec_list, m)?)?;
     m.add_function(wrap_pyfunction!(codecs::codec_kernel, m)?)?;

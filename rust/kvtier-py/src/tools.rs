@@ -47,6 +47,12 @@ pub fn copy_kernel() -> &'static str {
     kvtier_core::copy_kernel()
 }
 
+/// A number of bytes as messages give it.
+#[pyfunction]
+pub fn show_bytes(count: u64) -> String {
+    kvtier_nvme::Bytes(count).to_string()
+}
+
 /// What the journal of an NVMe tier says; reads no blocks and takes no lock.
 #[pyfunction]
 pub fn inspect_dir<'py>(py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {

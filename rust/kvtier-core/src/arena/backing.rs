@@ -8,6 +8,7 @@ use std::ptr::NonNull;
 
 use crate::sync::Mutex;
 use kvtier_codec::image::PAGE;
+use kvtier_nvme::Bytes;
 use kvtier_nvme::device::lock::Lock;
 
 use crate::error::{Error, Kind, Result};
@@ -102,7 +103,8 @@ pub fn anonymous(len: usize, huge: HugePages, numa_node: Option<u32>) -> Result<
             "Give the tier a smaller size, or raise the limit on address space"
         };
         return Err(Error::os(format!(
-            "{raw_len} bytes of memory were asked for. {hint}"
+            "{} of memory were asked for. {hint}",
+            Bytes(raw_len as u64)
         )));
     }
     let base = (raw as usize).next_multiple_of(HUGE) as *mut u8;
@@ -151,7 +153,10 @@ pub fn file(path: &Path, len: usize) -> Result<Box<dyn Backing>> {
         && let code @ 1.. = unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, len as libc::off_t) }
     {
         let _ = file.set_len(meta.len()); // what was allocated so far
-        let what = format!("given {len} bytes. Free some space or give the tier a smaller size");
+        let what = format!(
+            "given {}. Free some space or give the tier a smaller size",
+            Bytes(len as u64)
+        );
         return Err(refused(&what, std::io::Error::from_raw_os_error(code)));
     }
     // SAFETY: a fresh shared mapping of a file that stays open inside the mapping.
@@ -166,7 +171,10 @@ pub fn file(path: &Path, len: usize) -> Result<Box<dyn Backing>> {
         )
     };
     if raw == libc::MAP_FAILED {
-        return Err(Error::os(format!("{name} cannot be mapped ({len} bytes)")));
+        return Err(Error::os(format!(
+            "{name} cannot be mapped ({})",
+            Bytes(len as u64)
+        )));
     }
     // SAFETY: the range is ours; the advice does not change contents.
     unsafe { libc::madvise(raw, len, libc::MADV_DONTFORK) };
@@ -233,7 +241,8 @@ fn bind(base: *mut u8, len: usize, node: u32) -> Result<()> {
     };
     if rc != 0 {
         return Err(Error::os(format!(
-            "binding {len} bytes to NUMA node {node}"
+            "binding {} to NUMA node {node}",
+            Bytes(len as u64)
         )));
     }
     Ok(())

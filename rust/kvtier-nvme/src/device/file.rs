@@ -12,6 +12,7 @@ use kvtier_codec::image::PAGE;
 use super::Device;
 use crate::buf::Pages;
 use crate::error::Error;
+use crate::units::Bytes;
 
 /// Name of the data file in a directory.
 pub const DATA_FILE: &str = "kvtier.dat";
@@ -44,7 +45,8 @@ impl FileDevice {
         allocate(&file, bytes).map_err(|e| {
             Error::io(
                 format!(
-                    "cannot allocate {bytes} bytes for {}: give a smaller size, or make room",
+                    "cannot allocate {} for {}: give a smaller size, or make room",
+                    Bytes(bytes),
                     path.display()
                 ),
                 e,
