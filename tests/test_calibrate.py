@@ -74,7 +74,8 @@ def test_a_calibration_has_everything_that_decide_needs(model: Any, tmp_path: Pa
     assert found.copy_bytes_per_s
     assert found.peak_flops_per_s
     assert found.hit_s > 0
-    assert len(steps) == 9
+    assert len(steps) == 10
+    assert any(step.endswith(" s to go") for step in steps)
     path = tmp_path / "measured.toml"
     path.write_text(found.to_toml())
     again = Measured.from_toml(path)

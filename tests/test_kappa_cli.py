@@ -218,3 +218,14 @@ def test_plots_are_svg_with_what_they_show(tmp_path: Path) -> None:
     spread = drawn("workload", str(trace), "--model", "Llama-3.1-70B")
     assert "κ_crit(20)" in labels(spread)
     assert "not an SVG" in text("plot", "Mistral-7B", "--plot", str(tmp_path / "a.gif"), code=2)
+
+
+def test_a_file_that_is_written_is_named_and_one_that_cannot_be_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"written to {tmp_path / 'kappa.svg'}" in text("plot", "Mistral-7B")
+    assert f"written to {tmp_path / 'b.svg'}" in text("plot", "Mistral-7B", "--out", "b.svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.svg", "kappa.svg"]
+    for command in (("plot", "Mistral-7B"), ("calibrate", str(tmp_path))):
+        assert "is not there, or takes no files" in text(*command, "--out", str(tmp_path / "no" / "a.svg"), code=2)

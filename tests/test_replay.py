@@ -95,7 +95,8 @@ def test_the_command_prints_the_agreed_objects(tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
     out = run(path, "--policy", "lru,min-bypass", "--capacity", "0.5,3", "--touch", "rev", "--json", "--plot", plot)
     assert out.exit_code == 0, out.output
-    rows = [json.loads(line) for line in out.output.splitlines()]
+    rows = [json.loads(line) for line in out.stdout.splitlines()]
+    assert f"written to {plot}" in out.stderr
     assert [(row["policy"], row["capacity_blocks"]) for row in rows] == [
         ("lru", 2),
         ("lru", 3),

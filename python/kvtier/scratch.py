@@ -1,4 +1,4 @@
-"""Folders that are gone with the command that made them, also if it was killed: then the next one removes them."""
+"""Folders that are gone with the command that made them. What a killed one (SIGKILL) leaves, the next one removes."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from kvtier import _kvtier
 from kvtier.bench import FULL, QUICK, Row, codec_suite, store_suite
 from kvtier.cli import model as models
-from kvtier.cli.options import directory_option
-from kvtier.cli.output import console, emit, json_option, time
+from kvtier.cli.options import NewFile, directory_option
+from kvtier.cli.output import console, emit, json_option, time, write
 from kvtier.scratch import home
 
 __all__ = ["bench"]
@@ -33,7 +33,7 @@ _SUITES = ("store", "codecs", "prefill")
 @click.option(
     "--chart",
     "svg",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NewFile(),
     help="Write the sweep of the prefill suite there, as SVG.",
 )
 @json_option
@@ -81,7 +81,7 @@ def _prefill(quick: bool, directory: Path, svg: Path | None, say: Callable[[str]
     yield from prefill_suite(model, sweep, say, points)
     if svg is not None:
         title = f"TTFT of SmolLM2-135M on this CPU, fp32, K = {sweep.cached:,}, T = {sweep.new}"
-        svg.write_text(sweep_chart(points, title), encoding="utf-8")
+        write(svg, sweep_chart(points, title))
 
 
 def _table(rows: list[Row]) -> Group:

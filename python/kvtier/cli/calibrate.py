@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import click
 
 from kvtier.cli import model as models
 from kvtier.cli.demo import needs_torch
-from kvtier.cli.options import directory_option
-from kvtier.cli.output import console, emit, json_option, pairs, size, time
+from kvtier.cli.options import NewFile, directory_option
+from kvtier.cli.output import console, emit, json_option, pairs, size, time, write
 from kvtier.errors import ConfigError
 from kvtier.kappa.measured import Measured
 
@@ -21,10 +22,10 @@ __all__ = ["calibrate"]
 @click.argument("model", type=click.Path(path_type=Path, exists=True, file_okay=False), required=False)
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NewFile(),
     default=Path("measured.toml"),
     show_default=True,
-    help="Where the measurement goes.",
+    help="The file to write; the default is in the current directory.",
 )
 @directory_option("A directory on the drive to measure; what is written there is removed again.")
 @click.option("--device", help="Where the model runs: cpu, cuda, cuda:1. Default: a GPU if there is one.")
@@ -52,8 +53,8 @@ def calibrate(
 ) -> None:
     """Measure this machine with the model in the directory MODEL (default: the demo's): its tiers, its prefill, a hit.
 
-    The result is a TOML file that kvtier.kappa.Measured.from_toml reads. Keep the machine idle
-    meanwhile.
+    The result is a TOML file that kvtier.kappa.Measured.from_toml reads. Nearly all of the time goes into passes of the
+    model, in rounds: each says what is left. Keep the machine idle meanwhile.
     """
     needs_torch()
     from kvtier.kappa.calibrate import calibrate as measure
@@ -61,6 +62,7 @@ def calibrate(
     def say(line: str) -> None:
         click.echo(line, err=True)
 
+    begun = monotonic()
     limits = dict(_limit(text) for text in emulate)
     net = _net(model or models.fetch(directory, say), dtype, device)
     found = measure(
@@ -71,14 +73,13 @@ def calibrate(
         runs=runs,
         cxl_node=cxl_node,
         emulate_gbs=limits,
-        say=lambda line: say(f"measuring {line}"),
+        say=lambda line: say(f"{monotonic() - begun:6.1f} s  {line}"),
     )
-    out.write_text(found.to_toml(), encoding="utf-8")
+    write(out, found.to_toml())
     if as_json:
         emit(record(found))
         return
     console.print(pairs(_rows(found)))
-    console.print(f"written to {out}", style="dim")
 
 
 def record(found: Measured) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from kvtier import kappa as model_of_kappa
 from kvtier.cli.calibrate import calibrate
-from kvtier.cli.output import console, emit, json_option, pairs, size, time
+from kvtier.cli.options import NewFile
+from kvtier.cli.output import console, emit, json_option, pairs, size, time, write
 from kvtier.errors import ConfigError
 from kvtier.kappa import HardwareSpec, LinkSpec, ModelSpec
 from kvtier.kappa.article import cells, example
@@ -115,28 +116,32 @@ def _request(command: _Command) -> _Command:
 
 
 def _drawing(command: _Command) -> _Command:
-    return click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it into this SVG file.")(
-        command
-    )
+    return click.option("--plot", type=NewFile(), help="Draw it into this SVG file.")(command)
 
 
 def _draw(path: Path, svg: str) -> None:
     if path.suffix.lower() != ".svg":
-        raise ConfigError(f"--plot {path} is not an SVG file; allowed are names that end in .svg")
-    path.write_text(svg, encoding="utf-8")
+        raise ConfigError(f"{path} is not an SVG file; allowed are names that end in .svg")
+    write(path, svg)
 
 
 @kappa.command()
 @click.argument("models", nargs=-1, required=True)
 @_setting
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), default="kappa.svg", show_default=True)
-def plot(models: tuple[str, ...], plot: Path, **machine: Any) -> None:
+@click.option(
+    "--out",
+    "--plot",
+    type=NewFile(),
+    default="kappa.svg",
+    show_default=True,
+    help="The SVG file to write; the default is in the current directory.",
+)
+def plot(models: tuple[str, ...], out: Path, **machine: Any) -> None:
     """Draw κ_crit against T for MODELS, with their T*, into an SVG file."""
     found = [_resolve(model, **machine) for model in models]
     if found[0].convention != "dense":
         raise ConfigError("--convention paper is not for predictions: leave it out")
-    _draw(plot, crit_chart([each.model for each in found], found[0].hardware, found[0].link))
-    console.print(f"written to {plot}", style="dim")
+    _draw(out, crit_chart([each.model for each in found], found[0].hardware, found[0].link))
 
 
 @kappa.command()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Failure", "console", "emit", "json_option", "pairs", "seconds", "size", "time"]
+__all__ = ["Failure", "console", "emit", "json_option", "pairs", "seconds", "size", "time", "write"]
 
 console = Console(highlight=False)
 
@@ -27,6 +28,15 @@ class Failure(click.ClickException):
 def emit(record: Mapping[str, Any]) -> None:
     """Print one record as a line of JSON; infinities and NaN become null."""
     click.echo(json.dumps(_finite(record), allow_nan=False))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that was asked for, and say where it is; not on stdout, which may be JSON."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Failure(f"{path} cannot be written: {error.strerror}") from error
+    click.echo(f"written to {path.absolute()}", err=True)
 
 
 def _finite(value: Any) -> Any:

@@ -15,7 +15,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvtier import kappa
-from kvtier.cli.output import console, emit, json_option
+from kvtier.cli.options import NewFile
+from kvtier.cli.output import console, emit, json_option, write
 from kvtier.errors import ConfigError
 from kvtier.traces import GENERATORS, Trace, read
 from kvtier.traces.plot import Point, draw
@@ -50,9 +51,7 @@ _SYNTHETIC = "synthetic:"
 @click.option(
     "--write-budget", type=click.FloatRange(min=0), help="Blocks a day that may be written to the last tier below."
 )
-@click.option(
-    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write an SVG: capacity against token hit ratio."
-)
+@click.option("--plot", type=NewFile(), help="Write an SVG: capacity against token hit ratio.")
 @click.option(
     "--price",
     metavar="A[,B]|MODEL,HARDWARE,LINK",
@@ -139,7 +138,7 @@ def replay(
         for table in tables:
             console.print(table)
     if plot is not None:
-        plot.write_text(draw(points), encoding="utf-8")
+        write(plot, draw(points))
 
 
 def _load(source: str, block_tokens: int | None, skip_bad: bool) -> Trace:

@@ -45,7 +45,7 @@ def calibrate(
         runs: of everything, interleaved; medians count. Default 7, at least 1.
         cxl_node: also measure a CXL tier on this NUMA node; a node of plain memory works too. Default none.
         emulate_gbs: rate limits in GB/s by tier (``"dram"``, ``"cxl"``, ``"nvme"``), for what-if runs; the tier is then marked.
-        say: told of each step before it starts.
+        say: told of each step, and of each round of passes, before it starts.
 
     Returns:
         What was measured. Blocks for about a minute with a model of 135M parameters on two CPU cores.
@@ -82,8 +82,7 @@ def spec_of(model: Any) -> ModelSpec:
 def measure(rig: Rig, work: Path, runs: int, emulate_gbs: Mapping[str, float], say: Callable[[str], None]) -> Measured:
     """As :func:`calibrate`, with what was set up already; ``work`` is a directory to write in."""
     model = spec_of(rig.model)
-    say("passes of the prefill")
-    passes, pass_spread = _passes(rig, runs)
+    passes, pass_spread = _passes(rig, runs, say)
     copy = median([rig.copy(len(rig.keys)) for _ in range(runs)])
     size = rig.layout.block_bytes
     dram, hit_s = _dram(rig, runs, emulate_gbs.get("dram"), say)
@@ -107,14 +106,15 @@ def measure(rig: Rig, work: Path, runs: int, emulate_gbs: Mapping[str, float], s
     )
 
 
-def _passes(rig: Rig, runs: int) -> tuple[Passes, float]:
+def _passes(rig: Rig, runs: int, say: Callable[[str], None]) -> tuple[Passes, float]:
     """The table, and the spread of the longest pass behind nothing."""
     new = [length for length in (1, 2, 4, 8, 16, 32, 64, 128) if length < rig.chunk] + [rig.chunk]
     cached = sorted({0, rig.chunk, rig.tokens // 2 // rig.chunk * rig.chunk, rig.tokens})
     times: dict[tuple[int, int], list[float]] = {(k, t): [] for k in cached for t in new}
-    for k, t in times:  # what torch does only once
-        rig.compute(k, t)
-    for _ in range(runs):
+    say("passes of the prefill, a first round that does not count")
+    once = sum(rig.compute(k, t) for k, t in times)  # with what torch does only once
+    for turn in range(runs):
+        say(f"passes of the prefill, round {turn + 1} of {runs}: about {once * (runs - turn):.0f} s to go")
         for (k, t), found in times.items():
             found.append(rig.compute(k, t))
     table = tuple(tuple(median(times[k, t]) for t in new) for k in cached)
