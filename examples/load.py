@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,11 +27,22 @@ def converse(url: str, name: str, turns: int, words: int, most: int) -> list[dic
                 answer.raise_for_status()
                 for line in answer.iter_lines():
                     value = json.loads(line)
+                    if "error" in value:
+                        raise RuntimeError(f"the server answered: {value['error']}")
                     if first is None:
                         first = time.perf_counter() - begun
                     if value.get("done"):
                         seen.append({"first_s": first, **value})
     return seen
+
+
+def summary(turn: int, rows: list[dict[str, Any]]) -> str:
+    """A line about one turn of all clients, with the server's reason where nothing was reused."""
+    reused = sum(row["tokens_reused"] for row in rows) / sum(row["tokens"] for row in rows)
+    first = statistics.median(row["first_s"] for row in rows)
+    ttft = statistics.median(row["ttft_s"] for row in rows)
+    line = f"turn {turn}: {reused:.0%} of prompt tokens reused, prefill {ttft:.3f} s, first text after {first:.3f} s"
+    return line if reused else f"{line} ({rows[0]['why']})"
 
 
 def main() -> None:
@@ -48,15 +60,12 @@ def main() -> None:
             pool.submit(converse, given.url, f"{given.name}-{i}", given.turns, given.words, given.tokens)
             for i in range(given.clients)
         ]
-        seen = [job.result() for job in jobs]
+        try:
+            seen = [job.result() for job in jobs]
+        except (RuntimeError, httpx.HTTPError) as error:
+            sys.exit(f"{given.url}: {error}")
     for turn in range(given.turns):
-        rows = [client[turn] for client in seen if len(client) > turn]
-        reused = sum(row["tokens_reused"] for row in rows) / sum(row["tokens"] for row in rows)
-        first = statistics.median(row["first_s"] for row in rows)
-        ttft = statistics.median(row["ttft_s"] for row in rows)
-        print(
-            f"turn {turn + 1}: {reused:.0%} of prompt tokens reused, prefill {ttft:.3f} s, first text after {first:.3f} s"
-        )
+        print(summary(turn + 1, [client[turn] for client in seen if len(client) > turn]))
 
 
 if __name__ == "__main__":

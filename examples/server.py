@@ -15,13 +15,16 @@ import argparse
 import asyncio
 import json
 import re
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -46,16 +49,25 @@ class Chat:
         self.store = Store(Dram(dram), Nvme(directory / "kv", nvme))
         self.engine = PrefillEngine(model, namespace(self.store, model), **options)
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        self.stop = {end for end in (ends if isinstance(ends, list) else [ends]) if end is not None}
+        self.ends = {end for end in (ends if isinstance(ends, list) else [ends]) if end is not None}
         self.limit = int(model.config.max_position_embeddings)
         self.counters = dict.fromkeys(("requests", "prompt_tokens", "reused_tokens", "generated_tokens"), 0)
         self.ttft_s = 0.0
         self.locks: dict[str, threading.Lock] = {}
         self.lock = threading.Lock()
         self.turns = ThreadPoolExecutor(32, thread_name_prefix="turn")
+        self.waiting: set[Future[Any]] = set()
+        self.stopping = False
+
+    def stop(self) -> None:
+        """Let the answers that are being made end with the token they are at, and let no other begin. Does not block."""
+        self.stopping = True
+        for future in list(self.waiting):
+            future.cancel()
 
     def close(self) -> None:
-        """Finish the turns, and write back what is on its way."""
+        """Stop, and write back what is on its way."""
+        self.stop()
         self.turns.shutdown()
         self.engine.close()
         self.store.close()
@@ -87,6 +99,8 @@ class Chat:
                     tell(line)
             except KvtierError as error:
                 tell(self._line({"error": str(error)}))
+            except CancelledError:
+                tell(self._line({"error": "the server ends: ask again"}))
             finally:
                 tell(None)
 
@@ -107,10 +121,12 @@ class Chat:
             if len(tokens) + most > self.limit:
                 yield self._line({"error": f"the conversation is full: {len(tokens)} tokens of {self.limit}"})
                 return
-            result = self.engine.submit(tokens).result()  # fetched ahead while others run
+            result = self._prefilled(tokens)
             report, answer, said = result.report, [], ""
             try:
-                for token in self.engine.generate(tokens, most, stop=self.stop, after=result):
+                for token in self.engine.generate(tokens, most, stop=self.ends, after=result):
+                    if self.stopping:
+                        break
                     answer.append(token)
                     text = self.tokenizer.decode(answer, skip_special_tokens=True)
                     if text.endswith("\ufffd"):
@@ -132,6 +148,21 @@ class Chat:
                     self.counters["generated_tokens"] += len(answer)
                     self.ttft_s += report.ttft_s
             yield self._line({"done": True, "generated": len(answer), **report.to_dict()})
+
+    def _prefilled(self, tokens: list[int]) -> Any:
+        """The prefill of a prompt, in its turn; what it needs is fetched ahead while others run.
+
+        Raises:
+            CancelledError: the server ends before.
+        """
+        future = self.engine.submit(tokens)
+        self.waiting.add(future)
+        try:
+            if self.stopping:
+                future.cancel()
+            return future.result()
+        finally:
+            self.waiting.discard(future)
 
     @staticmethod
     def _line(value: Mapping[str, Any]) -> str:
@@ -201,13 +232,30 @@ def create_app(
         Route("/conversations/{name}", history),
         Route("/metrics", metrics),
     ]
-    return Starlette(routes=routes, lifespan=lifespan)
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.state.chat = chat
+    return app
+
+
+class Server(uvicorn.Server):
+    """Says where it listens, and ends the answers that are being made when it is told to end."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        for server in self.servers:
+            for each in server.sockets:
+                host, port = each.getsockname()[:2]
+                print(f"listening on http://{host}:{port}", flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ctrl-C, or a signal to end."""
+        self.config.app.state.chat.stop()
+        super().handle_exit(sig, frame)
 
 
 def main() -> None:
     """Serve until stopped."""
-    import uvicorn
-
     from kvtier.cli.model import load
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -219,9 +267,11 @@ def main() -> None:
     parser.add_argument("--dram", default="1GiB")
     parser.add_argument("--nvme", default="8GiB")
     given = parser.parse_args()
+    print(f"loading {given.model}", flush=True)
     model, tokenizer = load(given.model)
     app = create_app(model, tokenizer, given.directory, given.dram, given.nvme)
-    uvicorn.run(app, host="127.0.0.1", port=given.port, log_level="warning")
+    with suppress(KeyboardInterrupt):  # which it passes on once it has ended
+        Server(uvicorn.Config(app, host="127.0.0.1", port=given.port, log_level="warning")).run()
 
 
 if __name__ == "__main__":

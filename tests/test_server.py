@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from test_prefill import build, llama
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-from load import converse
-from server import create_app
+from load import converse, summary
+from server import Chat, Server, create_app
 
 
 class Letters:
@@ -46,12 +46,12 @@ def serving(model: Any, place: Path) -> Iterator[httpx.Client]:
     app = create_app(model, Letters(), place, "8MiB", "64MiB", chunk_tokens=32)
     ready = threading.Event()
 
-    class Server(uvicorn.Server):
+    class Ready(Server):
         async def startup(self, *args: Any, **kwargs: Any) -> None:
             await super().startup(*args, **kwargs)
             ready.set()
 
-    server = Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = Ready(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
     assert ready.wait(60)
@@ -106,6 +106,27 @@ def test_conversations_outlive_a_restart_and_so_does_their_kv(model: Any, tmp_pa
     assert figures["kvtier_blocks"] > 0
 
 
+def test_it_says_where_it_listens(model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(model, tmp_path) as client:
+        assert f"listening on {str(client.base_url).rstrip('/')}\n" in capsys.readouterr().out
+
+
+def test_a_server_that_ends_keeps_what_was_said_and_begins_nothing(model: Any, tmp_path: Path) -> None:
+    class Ends(Letters):
+        def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+            if len(tokens) == 5:
+                chat.stop()
+            return super().decode(tokens, skip_special_tokens)
+
+    chat = Chat(model, Ends(), tmp_path, "8MiB", "64MiB", chunk_tokens=32)
+    last = json.loads(list(chat.answer("a", "hello", 500))[-1])
+    assert (last["done"], last["generated"]) == (True, 5)
+    assert [message["role"] for message in chat.load("a")["messages"]] == ["user", "assistant"]
+    with pytest.raises(CancelledError):
+        list(chat.answer("a", "more", 5))
+    chat.close()
+
+
 def test_several_clients_at_once(model: Any, tmp_path: Path) -> None:
     with serving(model, tmp_path / "alone") as client:
         expected = {name: say(client, name, f"I am {name}", 16)[0] for name in "abcd"}
@@ -115,6 +136,9 @@ def test_several_clients_at_once(model: Any, tmp_path: Path) -> None:
         seen = converse(str(client.base_url), "load", turns=3, words=40, most=4)  # the load script's client
     assert [row["generated"] for row in seen] == [4, 4, 4]
     assert seen[2]["tokens_matched"] > seen[1]["tokens_matched"] > 0
+    short = {**seen[0], "tokens_reused": 0, "why": "less than a chunk"}
+    assert summary(1, [short]).endswith("(less than a chunk)")
+    assert "chunk" not in summary(2, [{**short, "tokens_reused": 5}])
 
 
 def test_a_client_that_leaves_finds_the_answer_later(model: Any, tmp_path: Path) -> None:
