@@ -246,7 +246,7 @@ class Store(Namespace):
         """
         left = countdown(timeout)
         try:
-            self._core.close(left())  # first: a device that hangs must not take the time to write
+            self._core.close(timeout)  # first: a device that hangs must not take the time to write
         finally:
             ended = self._hbm is None or self._hbm.close(left())
             aio.sweep()

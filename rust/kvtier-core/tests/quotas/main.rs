@@ -180,7 +180,7 @@ fn more_than_a_tier_cannot_be_guaranteed() {
     let error = store.set_quota(&b, &quota(&[4 * MIB], &[])).unwrap_err();
     assert_eq!(error.kind(), Kind::Config);
     let text = error.to_string();
-    assert!(text.contains("4194304") && text.contains("dram"), "{text}");
+    assert!(text.contains("4 MiB") && text.contains("dram"), "{text}");
     assert_eq!(state(&store, &b).shares[0].guaranteed, 0);
     store.set_quota(&b, &quota(&[3 * MIB], &[])).unwrap();
     // Its own share does not count twice.
