@@ -414,6 +414,7 @@ pub struct Index {
     shards: Vec<Mutex<Shard>>,
     bytes: AtomicUsize,
     len: AtomicUsize,
+    cells: AtomicUsize,
 }
 
 impl Default for Index {
@@ -424,6 +425,7 @@ impl Default for Index {
         Index {
             bytes: AtomicUsize::new(SHARDS * size_of::<Mutex<Shard>>()),
             len: AtomicUsize::new(0),
+            cells: AtomicUsize::new(0),
             shards,
         }
     }
@@ -442,7 +444,10 @@ impl Index {
 
     /// Adds an entry to its locked shard.
     pub fn insert(&self, shard: &mut Shard, entry: Entry) -> Handle {
+        let before = shard.cells.len();
         let h = self.counted(shard, |shard| shard.insert(entry));
+        let added = shard.cells.len() - before;
+        self.cells.fetch_add(added, Ordering::Relaxed);
         self.len.fetch_add(1, Ordering::Relaxed);
         h
     }
@@ -497,6 +502,11 @@ impl Index {
     /// There is no entry.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Entries, and the cells of those that are gone, which are kept for others of their shards.
+    pub fn cells(&self) -> usize {
+        self.cells.load(Ordering::Relaxed)
     }
 
     /// Bytes kept in memory.

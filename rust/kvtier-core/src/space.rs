@@ -542,8 +542,11 @@ impl Inner {
         };
         // What is added until the next look, and what vectors grow by at a time.
         let need = (bytes + bytes / 8 + STEP * ENTRY + records).div_ceil(PAGE) as u32;
-        if need > mapped / 2 {
-            self.forget_coldest(2 * STEP); // their entries are used again
+        // Forgetting frees no tables, it makes cells vacant, for others of their shards: the more the
+        // tables take above half, the less of them is to be in use, and once it is, that is enough.
+        let (entries, cells) = (self.index.len() as u64, self.index.cells().max(1) as u64);
+        if u64::from(need) * (cells + entries) > u64::from(mapped) * cells {
+            self.forget_coldest(2 * STEP);
         }
         let most = mapped / 4 * 3;
         // Well ahead of time the highest pages are vacated, so that all that is given up lies

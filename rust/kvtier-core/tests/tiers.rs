@@ -51,6 +51,38 @@ fn every_block_is_written_once_and_clean_victims_are_dropped() {
 }
 
 #[test]
+fn where_the_index_fills_memory_new_blocks_take_the_place_of_old_ones_and_no_more() {
+    let store = over(4 << 20, RamDevice::new(256 << 20), |config| {
+        config.policy = "arc".into();
+    });
+    let (ns, data) = (opaque(b"many"), bytes(1, 4096));
+    let mut resident = Vec::new();
+    for n in 0..36_000 {
+        let put = try_put(&store, &ns, &key(n), &data, None).unwrap();
+        assert_eq!(put, Put::Stored("dram"));
+        if n % 6_000 == 5_999 {
+            resident.push(store.report().blocks);
+        }
+    }
+    let report = store.report();
+    let (most, least) = (
+        resident.iter().max().unwrap(),
+        resident.iter().min().unwrap(),
+    );
+    assert!(
+        *most < 12_000,
+        "memory holds the index of all: {resident:?}"
+    );
+    assert!(
+        least * 3 > *most,
+        "it forgets what it could keep: {resident:?}"
+    );
+    assert!(tier(&store, "dram").used + report.metadata <= 4 << 20);
+    audit(&store);
+    clear_and_check(&store);
+}
+
+#[test]
 fn a_restart_reads_the_journal_and_not_the_data() {
     let dir = tempfile::tempdir().unwrap();
     let ns = gqa(4, 16);
