@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from kvtier import _kvtier, codecs
 from kvtier.bench import FULL, QUICK, Plan, Row, codec_suite, figures, memory, store_suite, suite
 from kvtier.bench.plan import label
+from kvtier.cli import main
 from kvtier.errors import ConfigError, StorageError
 
 MIB = 1 << 20
@@ -234,3 +236,9 @@ def test_the_command_prints_json_lines_or_a_table(tmp_path: Path) -> None:
     assert table.count("bare") == 2, "a note is said once, by number"
     (row,) = (line.split() for line in table.splitlines() if line.startswith("nvme_write_256k_cpu_s_per_gib"))
     assert row[1:] == ["0.123", "s/GiB", "0.111", "s/GiB", "1.11", "10%", "14"], "numbers of two digits are not cut"
+
+
+def test_a_chart_of_a_suite_that_has_none_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["bench", "--chart", str(tmp_path / "a.svg")])
+    assert done.exit_code == 2
+    assert "give --suite prefill" in done.output

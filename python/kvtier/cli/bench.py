@@ -17,6 +17,7 @@ from kvtier.bench import FULL, QUICK, Row, codec_suite, store_suite
 from kvtier.cli import model as models
 from kvtier.cli.options import NewFile, directory_option
 from kvtier.cli.output import console, emit, json_option, time, write
+from kvtier.errors import ConfigError
 from kvtier.scratch import home
 
 __all__ = ["bench"]
@@ -43,6 +44,8 @@ def bench(suite: str, quick: bool, directory: Path, svg: Path | None, as_json: b
     The ratio is value / bound, the median over alternating samples of both: at least 1 is as fast as the machine, for
     rates and shares; for times, CPU and sizes, at most 1 is as good as the bound or the aim.
     """
+    if svg is not None and suite != "prefill":
+        raise ConfigError(f"--chart draws the sweep of the prefill suite, not of {suite}: give --suite prefill with it")
     rows = []
     plan = QUICK if quick else FULL
     quiet = as_json or not sys.stderr.isatty()
