@@ -34,6 +34,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_READ", 4 << 20)
     monkeypatch.setattr(machine, "pci_links", list)
     monkeypatch.setattr(module._Cuda, "here", lambda: None)
+    monkeypatch.setattr("kvtier.tiers.cuda.missing", lambda _=0: "CuPy cannot be imported")
 
 
 def run(tmp_path: Path, *arguments: str, code: int = 0) -> dict[str, dict[str, Any]]:
@@ -48,6 +49,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert found["drive"]["value"]["bytes_per_s"] > 0
     assert found["KV dtype"]["ok"]
     assert found["batch size"]["ok"] is None
+    assert found["an Hbm tier"]["value"] == "host"
     assert set(found["counters to watch"]["value"]) == {"iostat -x 1", "Store.stats()"}
     assert list(tmp_path.iterdir()) == []
     shown = CliRunner().invoke(main, ["doctor", "--kv", "fp32", "--dir", str(tmp_path)]).stdout

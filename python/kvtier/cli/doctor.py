@@ -20,6 +20,7 @@ from kvtier.kappa.catalog import catalog
 from kvtier.layout import dtype_name
 from kvtier.rates import drive_rate
 from kvtier.scratch import home
+from kvtier.tiers import cuda as gpu
 
 __all__ = ["doctor"]
 
@@ -69,6 +70,7 @@ def doctor(
     cuda = _Cuda.here()
     findings = [
         *_links(cuda, directory, measured, link),
+        _hbm(),
         _kv_dtype(dtype_name(kv), cuda, hardware),
         _batch(model, kv, context, batch, gpus, weight_bytes, cuda, hardware),
         _counters(cuda),
@@ -174,6 +176,20 @@ def _drive(directory: Path) -> float:
     if shutil.disk_usage(home(directory)).free < 2 * _READ:
         raise KvtierError(f"{directory} has less than {2 * _READ >> 20} MiB free: give another --dir")
     return drive_rate(directory, _READ, 16, 3)
+
+
+def _hbm() -> Finding:
+    """Where an ``Hbm`` tier would lie. It is nobody's duty to have one, so there is nothing to judge."""
+    missing = gpu.missing()
+    if missing is None:
+        return Finding("an Hbm tier", "cuda", None, "on the GPU")
+    return Finding(
+        "an Hbm tier",
+        "host",
+        None,
+        f"in memory of the process: {missing}",
+        'Hbm(..., backend="cuda") refuses to open like this',
+    )
 
 
 def _kv_dtype(dtype: str, cuda: _Cuda | None, hardware: str | None) -> Finding:
