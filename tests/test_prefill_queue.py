@@ -266,3 +266,17 @@ def test_a_cache_of_other_tokens_is_not_generated_behind(model: Any) -> None:
             next(engine.generate(PROMPT, 20, after=result, pick=lambda _: 3))
         with pytest.raises(ConfigError, match="max_new_tokens"):
             next(engine.generate(PROMPT, -1))
+
+
+@pytest.mark.parametrize("verb", ["run", "run_batch", "submit"])
+def test_what_is_asked_for_while_the_engine_is_closed_is_refused(model: Any, verb: str) -> None:
+    class Closing(DictNamespace):
+        """Somebody closes the engine while a prompt's keys are made."""
+
+        def chain(self, token_ids: Sequence[int], extras: None = None) -> list[bytes]:
+            engine.close()
+            return super().chain(token_ids, extras)
+
+    engine = PrefillEngine(model, Closing(layout_of(model, BLOCK)), chunk_tokens=CHUNK)
+    with pytest.raises(ClosedError, match="the engine is closed"):
+        getattr(engine, verb)([PROMPT] if verb == "run_batch" else PROMPT)

@@ -31,6 +31,8 @@ from kvtier.prefill.storing import WriteBack, Writer, held
 
 __all__ = ["PrefillEngine"]
 
+_CLOSED = "the engine is closed. Make a new one"
+
 
 class PrefillEngine:
     """Prefills of one model over one namespace, with loads, computation and write-back at the same time.
@@ -112,12 +114,12 @@ class PrefillEngine:
         self._attended = Attended(self.blocks)
         self._emulated = frozenset(self.blocks.emulated)
         self._running = threading.Lock()
-        self._closed = False
+        self._closed = self._ended = False
         # The other half of HBM is for the request that runs.
         hbm = device.capacity // 2 if self._hbm and device is not None else 0
         self._ahead = Lookahead(self.blocks, parse_size(lookahead, "lookahead"), timeout, hbm)
         self._numbers = itertools.count()
-        self._submitting = threading.Lock()
+        self._submitting = threading.RLock()
         self._open = 0
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="kvtier-prefill")
 
@@ -158,7 +160,7 @@ class PrefillEngine:
     def _asked(self, input_ids: Sequence[int] | torch.Tensor, front: int | None, retain: float | None) -> list[int]:
         """The tokens of a request that may begin."""
         if self._closed:
-            raise ClosedError("the engine is closed. Make a new one")
+            raise ClosedError(_CLOSED)
         if front is not None:
             whole("front", front, 0)
         check_fraction(retain)
@@ -173,8 +175,21 @@ class PrefillEngine:
         overlap: bool,
         retain: float | None,
     ) -> Prefill:
+        return self._together([(tokens, keys)], begun, front, overlap, retain)[0]
+
+    def _together(
+        self,
+        asked: Sequence[tuple[list[int], Sequence[bytes]]],
+        begun: float,
+        front: int | None,
+        overlap: bool,
+        retain: float | None,
+    ) -> list[Prefill]:
         with self._running:
-            return prefill_all(self, [Request(self, tokens, keys, begun, front, retain)], overlap)[0]
+            if self._ended:  # since it was asked for
+                raise ClosedError(_CLOSED)
+            requests = [Request(self, *each, begun, front, retain) for each in asked]
+            return prefill_all(self, requests, overlap)
 
     def run_batch(
         self,
@@ -206,12 +221,10 @@ class PrefillEngine:
         if isinstance(prompts, (str, Mapping)) or not hasattr(prompts, "__iter__"):
             raise ConfigError(f"prompts is a {type(prompts).__name__}; allowed are several prompts, each of tokens")
         if self._closed:
-            raise ClosedError("the engine is closed. Make a new one")
+            raise ClosedError(_CLOSED)
         asked = [self._asked(prompt, front, retain) for prompt in prompts]
-        keys = [self.blocks.chain(tokens) for tokens in asked]
-        with self._running:
-            requests = [Request(self, *each, begun, front, retain) for each in zip(asked, keys, strict=True)]
-            return prefill_all(self, requests, overlap)
+        chains = [(tokens, self.blocks.chain(tokens)) for tokens in asked]
+        return self._together(chains, begun, front, overlap, retain)
 
     def submit(
         self,
@@ -229,13 +242,7 @@ class PrefillEngine:
         """
         tokens = self._asked(input_ids, front, retain)
         keys = self.blocks.chain(tokens)
-        with self._submitting:
-            number = next(self._numbers)
-            if self._open:  # else it begins at once
-                some = retain is not None and retain < 1
-                choose = partial(needed, self, tokens=len(tokens), retain=retain) if some else None
-                self._ahead.add(number, keys, choose)
-            self._open += 1
+        number = next(self._numbers)
 
         def work() -> Prefill:
             self._ahead.take(number)
@@ -246,11 +253,19 @@ class PrefillEngine:
             with self._submitting:
                 self._open -= 1
 
-        try:
-            future = self._queue.submit(work)
-        except BaseException:
-            ended(None)
-            raise
+        with self._submitting:
+            if self._closed:  # meanwhile
+                raise ClosedError(_CLOSED)
+            if self._open:  # else it begins at once
+                some = retain is not None and retain < 1
+                choose = partial(needed, self, tokens=len(tokens), retain=retain) if some else None
+                self._ahead.add(number, keys, choose)
+            self._open += 1
+            try:
+                future = self._queue.submit(work)
+            except BaseException:
+                ended(None)
+                raise
         future.add_done_callback(ended)
         return future
 
@@ -356,11 +371,13 @@ class PrefillEngine:
 
     def close(self) -> None:
         """Wait for what was submitted and for the write-back, and end all threads. Closing twice is allowed."""
-        self._closed = True
+        with self._submitting:
+            self._closed = True
         self._queue.shutdown()
         self._ahead.close()
         self._writer.close()
         with self._running:
+            self._ended = True
             self._stages.close()
 
     def __enter__(self) -> Self:
