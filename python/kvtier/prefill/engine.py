@@ -40,7 +40,8 @@ class PrefillEngine:
     A prompt is cut into chunks of ``chunk_tokens`` from its start. Of the whole chunks that are stored, the front is
     computed and the tail loaded, whatever is fastest by what was measured; new tokens go through the layers while later
     layers still load. A chunk is always computed with the tokens before it and no others in sight, so its KV and the
-    logits are bit-identical to those of any other run on the same grid, in whatever order things arrive.
+    logits are bit-identical to those of any other run on the same grid, in whatever order things arrive; but blocks of a
+    shorter chunk at another prompt's end, or of generated tokens, may have other last bits.
 
     Args:
         model: a loaded Hugging Face causal language model with full, sliding or latent attention.
