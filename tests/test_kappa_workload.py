@@ -267,7 +267,7 @@ def test_a_plan_from_a_trace(tmp_path: Path) -> None:
         ("utilisation = 0.6", "utilisation = 2", "are shares"),
         ("gbs = 13", "", "either link or gbs"),
         ("gbs = 13", "gbs = 13\nspeed = 1", "unknown key speed"),
-        ("sizes = [0,", "sizes = [12,", "at least 1048576"),
+        ("sizes = [0,", "sizes = [12,", "is too small; allowed are 1 MiB to"),
         ('links = ["PCIe4"]', 'links = "PCIe4"', "not a list"),
         ('kv = ["bf16", "fp8"]', 'kv = "bf16"', "not a list of dtypes"),
         ("[target]", "[goal]", "unknown table goal"),
