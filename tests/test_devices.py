@@ -194,7 +194,9 @@ def test_auto_takes_what_is_there() -> None:
 
 def test_cuda_that_is_not_there_says_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.tiers.cuda.missing", lambda device=0: "CuPy cannot be imported (no module)")
-    with pytest.raises(UnsupportedError, match=r"a GPU was asked for .device='cuda'., but CuPy cannot be imported .*host"):
+    with pytest.raises(
+        UnsupportedError, match=r"a GPU was asked for .device='cuda'., but CuPy cannot be imported .*host"
+    ):
         open_backend(CAPACITY, "cuda")
     with pytest.raises(UnsupportedError, match="device=3"):
         open_backend(CAPACITY, 3)
