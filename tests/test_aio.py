@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from blocks import KIB, MIB, key, keys, payload, slow_store
@@ -18,6 +19,7 @@ from kvtier import (
     Dram,
     FullError,
     InvalidBlockError,
+    KVLayout,
     Nvme,
     PutResult,
     Result,
@@ -78,6 +80,12 @@ def test_every_twin(tiers: tuple[Dram, Nvme]) -> None:
             Result(False, None, "absent"),
         ]
         assert out == b"2"
+        layout = KVLayout(1, "gqa", kv_heads=1, head_dim=1, dtype="uint8", block_tokens=3)
+        cache, out = store.namespace(b"some tokens", layout), bytearray(b"------")
+        assert (await cache.aput(names[0], b"kkkvvv")).stored
+        flags = np.array([[False, True, False]])
+        assert (await cache.aget_into(names[:1], [out], tokens=flags))[0].hit
+        assert out == b"-k--v-"
         with await store.alease(names[:2], verify=True) as lease:
             assert [bytes(view) for view in lease.views] == [b"0", b"1"]
         assert await store.apin([names[0], key("absent")]) == [True, False]
@@ -85,7 +93,7 @@ def test_every_twin(tiers: tuple[Dram, Nvme]) -> None:
         assert await store.aprefetch(names[:1]) == [Result(True, "dram")]
         assert await store.prefetch(names[:1]) == [Result(True, "dram")]
         await store.aflush()
-        assert store.stats()["tiers"]["nvme"]["blocks"] == 3
+        assert store.stats()["tiers"]["nvme"]["blocks"] == 4
         replaced = await store.aput(names[3], b"3", replaces=names[2])
         assert replaced.stored
         assert store.contains(names) == [True, True, False, True]

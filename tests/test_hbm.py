@@ -124,6 +124,8 @@ def test_parts_of_blocks_on_the_device(store: Store) -> None:
     wrong = empty(store, layout.block_bytes).view(np.float32)
     with pytest.raises(InvalidBlockError, match="fp16"):
         cache.get_into(names[:1], [wrong])
+    with pytest.raises(UnsupportedError, match="read the whole blocks, or into memory of the host"):
+        cache.get_into(names[:1], [empty(store, layout.block_bytes)], tokens=np.ones((1, 64), np.bool_))
 
 
 def test_arrays_that_do_not_fit_are_refused(store: Store) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers
 
+from kvtier import Dram, Store
 from kvtier.errors import ConfigError, FullError, StorageError
 from kvtier.integrations.reference import DictNamespace
+from kvtier.kappa import Measured, MeasuredTier, ModelSpec
 from kvtier.layout import KVLayout
 from kvtier.prefill import Prefill, PrefillEngine, layout_of, namespace
 from kvtier.prefill.attended import Attended, most_attended
@@ -139,6 +141,71 @@ def test_every_way_gives_the_bits_of_a_dict(kind: str, block: int, tmp_path: Pat
             touched = loaded.view(-1, block).any(1).repeat_interleave(block)
             read = int((loaded if kind == "dram" else touched).sum())
             assert result.report.bytes == {kind: read * blocks.layout.bytes_per_token}
+
+
+def test_what_is_left_out_costs_no_reads(model: Any) -> None:
+    """As many calls as without a selection, however many ranges there are; half of the bytes."""
+    source = stored(model)
+    calls: list[int] = []
+
+    class Counting(DictNamespace):
+        def get_into(self, keys: Sequence[bytes], outs: Sequence[Any], **options: Any) -> Any:
+            calls.append(len(keys))
+            return super().get_into(keys, outs, **options)
+
+    blocks = Counting(source.layout, source.blocks, besides=source.besides)
+    with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+        whole = engine.run(PROMPT, front=0)
+        assert len(calls) == len(engine.groups)
+        some = engine.run(PROMPT, front=0, retain=0.5)
+    assert calls[len(engine.groups) :] == [int(kept_of(source, fraction=0.5).view(-1, BLOCK).any(1).sum())] * len(
+        engine.groups
+    )
+    assert some.report.bytes["dict"] * 2 == whole.report.bytes["dict"]
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_nothing_is_left_out_where_that_saves_no_time(slow: bool) -> None:
+    """Unless the front was chosen: then nothing is decided."""
+    model, prompt = sharp(llama()), PROMPT[: CACHED + 1]
+    with Store(Dram("32MiB")) as store:
+        blocks = blocks_of(store, model)
+        with PrefillEngine(model, blocks, chunk_tokens=CHUNK, importance=True) as engine:
+            cold = engine.run(prompt)
+            assert engine.flush(cold)
+        # Loading everything takes three times as long as the last token, or next to nothing of it.
+        machine = Measured(ModelSpec.from_config(model.config), 1e6, 1e6, (MeasuredTier("dram", 1e15),), "2026-01-01")
+        if slow:
+            rate = CACHED * blocks.layout.bytes_per_token / 3 / machine.prefill.last(CACHED, 1)
+            machine = dataclasses.replace(machine, tiers=(MeasuredTier("dram", rate),))
+        for front in (None, 0):
+            with PrefillEngine(model, blocks, chunk_tokens=CHUNK, measured=machine) as engine:
+                some = engine.run(prompt, retain=FRACTION, front=front)
+            left_out = slow or front == 0
+            assert some.report.decision == "load"
+            assert bool(some.report.tokens_left_out) == left_out
+            if not left_out:
+                same(some, cold)
+
+
+def test_nothing_is_left_out_of_blocks_that_are_read_whole(tmp_path: Path) -> None:
+    """On NVMe each block has a kept token."""
+    model = sharp(llama())
+    with store_of("nvme", tmp_path) as store:
+        blocks = namespace(store, model, block_tokens=CHUNK, weights=b"tests")
+        with PrefillEngine(model, blocks, chunk_tokens=CHUNK, importance=True) as engine:
+            cold = engine.run(PROMPT)
+            assert engine.flush(cold)
+    with store_of("nvme", tmp_path) as store:
+        blocks = namespace(store, model, block_tokens=CHUNK, weights=b"tests")
+        kept = kept_of(blocks, fraction=0.5).view(-1, CHUNK)
+        assert kept.any(1).all()
+        assert not kept.all()
+        with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
+            warm = engine.run(PROMPT, retain=0.5)
+    assert warm.report.tokens_left_out == 0
+    assert warm.report.decision == "load"
+    same(warm, cold)
 
 
 def test_all_of_them_is_no_selection_at_all(model: Any) -> None:

@@ -223,6 +223,48 @@ def test_ranges_of_layers_and_tokens(cache: Namespace) -> None:
             assert (out == expected).all()
 
 
+def test_tokens_of_each_block_s_own_go_where_they_lie_and_the_rest_stays(cache: Namespace, store: Store) -> None:
+    """From memory, against indexing; only what is copied counts as read."""
+    random, names = np.random.default_rng(2), keys(5)
+    blocks = random.integers(0, 2**16, (5, *LAYOUT.shape()), np.uint16)
+    assert all(result.stored for result in cache.put_many(names, list(blocks)))
+    wanted = random.random((5, 8)) < 0.5
+    wanted[1], wanted[2] = True, False
+    for layers in [None, range(1, 3), (3, 4)]:
+        span = slice(*_ends(layers, 4))
+        outs = random.integers(0, 2**16, blocks[:, span].shape, np.uint16)
+        expected = np.where(wanted[:, None, None, :, None, None], blocks[:, span], outs)
+        before = store.stats()["tiers"]["dram"]["hit_bytes"]
+        rows = list(outs.reshape(5, -1))
+        assert all(cache.get_into(names, rows, layers=layers, tokens=wanted))
+        assert (outs == expected).all()
+        read = store.stats()["tiers"]["dram"]["hit_bytes"] - before
+        assert read == wanted.sum() * LAYOUT.bytes_per_token * (span.stop - span.start) // 4
+    # A block that is not full has no more tokens than it has.
+    short = key("short")
+    assert cache.put(short, blocks[0, :, :, :3].copy()).stored
+    out = np.zeros_like(blocks[0, :, :, :3])
+    assert all(cache.get_into([short], [out], tokens=np.arange(8)[None] == 1))
+    assert (out[:, :, 1] == blocks[0, :, :, 1]).all()
+    assert not out[:, :, [0, 2]].any()
+    with pytest.raises(InvalidBlockError, match=r"this block has layers 0\.\.4 and tokens 0\.\.3"):
+        cache.get_into([short], [out], tokens=np.ones((1, 8), np.bool_))
+
+
+@pytest.mark.parametrize(
+    "tokens", [np.ones((1, 8), np.bool_), np.ones((2, 7), np.bool_), np.ones((2, 8), np.uint8), np.ones(16, np.bool_)]
+)
+def test_flags_that_are_not_one_a_token_are_refused(cache: Namespace, tokens: Any) -> None:
+    with pytest.raises(InvalidBlockError, match=r"allowed is bool\[2, 8\]"):
+        cache.get_into(keys(2), [bytearray(BLOCK), bytearray(BLOCK)], tokens=tokens)
+
+
+def test_bytes_without_tokens_have_no_flags(store: Store) -> None:
+    assert store.put(key("a"), b"bytes").stored
+    with pytest.raises(InvalidBlockError, match="an opaque block has no tokens"):
+        store.get_into([key("a")], [bytearray(5)], tokens=np.ones((1, 16), np.bool_))
+
+
 def _ends(span: Any, count: int) -> tuple[int, int]:
     if span is None:
         return 0, count

@@ -118,6 +118,11 @@ def test_layers_and_tokens_of_a_coded_block_are_decoded_alone(tmp_path: Path, co
                 for first, last in ((0, 1), (3, 7), (6, 7)):
                     some = got(cache, name, layers=(start, stop), tokens=(first, last))
                     assert some == back[start:stop, :, first:last].tobytes()
+                own = np.isin(np.arange(16), [1, 2, 6])[None]
+                place, few = np.full_like(back[start:stop], 7), own[0, : back.shape[2]]
+                assert cache.get_into([name], [place.reshape(-1)], layers=(start, stop), tokens=own)[0].hit
+                assert (place[:, :, few] == back[start:stop][:, :, few]).all()
+                assert (place[:, :, ~few] == 7).all()
             assert cache.match([name]).tiers == ["nvme"], "the block stays where it is"
             before = store.stats()["tiers"]["nvme"]["read_bytes"]
             assert got(cache, name, layers=(5, 6)) == back[5:6].tobytes()

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import Any, final
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 __all__ = [
@@ -197,7 +199,7 @@ class Core:
         keys: Sequence[bytes],
         outs: Iterable[Any],
         layers: _Range,
-        tokens: _Range,
+        tokens: _Range | NDArray[np.bool_],
         timeout: float | None,
     ) -> bytes: ...
     def lease(self, space: Space, keys: Sequence[bytes], verify: bool, timeout: float | None) -> Lease: ...
@@ -232,7 +234,7 @@ class Core:
         keys: Sequence[bytes],
         outs: Iterable[Any],
         layers: _Range,
-        tokens: _Range,
+        tokens: _Range | NDArray[np.bool_],
         timeout: float | None,
         to: Completions,
         token: int,

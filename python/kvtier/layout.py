@@ -14,15 +14,21 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtier import canonical
 from kvtier.errors import ConfigError, InvalidBlockError, UnsupportedError
 
-__all__ = ["DTYPES", "KVLayout", "Segment", "Span", "dtype_name", "span_of"]
+__all__ = ["DTYPES", "KVLayout", "Picks", "Segment", "Span", "dtype_name", "span_of", "tokens_of"]
 
 Kind = Literal["gqa", "mla", "opaque"]
 
 Span: TypeAlias = range | slice | tuple[int, int] | None
 """A range of layers or tokens: ``range(2, 5)``, ``slice(2, 5)`` or ``(2, 5)``; ``None`` is all of them."""
+
+Picks: TypeAlias = Span | NDArray[np.bool_]
+"""Which tokens of blocks: the same span of each, or ``bool[blocks, block_tokens]``."""
 
 DTYPES: Mapping[str, int] = {
     "fp32": 4,
@@ -397,3 +403,19 @@ def span_of(what: Literal["layers", "tokens"], span: Span) -> tuple[int, int] | 
             f"{what}={span!r} was given; allowed are range(start, stop) or (start, stop), from 0 on"
         )
     return first, last
+
+
+def tokens_of(tokens: Picks, blocks: int, layout: KVLayout) -> tuple[int, int] | NDArray[np.bool_] | None:
+    """The ends of a span of tokens, or flags of the tokens of each of ``blocks`` blocks.
+
+    Raises:
+        InvalidBlockError: where it is neither. Whether a block has them is not looked at.
+    """
+    if not isinstance(tokens, np.ndarray):
+        return span_of("tokens", tokens)
+    if tokens.dtype != np.bool_ or tokens.shape != (blocks, layout.block_tokens) or layout.kind == "opaque":
+        allowed = "None: an opaque block has no tokens"
+        if layout.kind != "opaque":
+            allowed = f"bool[{blocks}, {layout.block_tokens}], one row a key, or a range"
+        raise InvalidBlockError(f"tokens={tokens.dtype}{list(tokens.shape)} was given; allowed is {allowed}")
+    return np.ascontiguousarray(tokens)

@@ -13,7 +13,7 @@ from kvtier import _kvtier, aio, canonical, keys
 from kvtier.errors import InvalidBlockError, UnsupportedError
 from kvtier.job import Job
 from kvtier.keys import Extras, Tokens
-from kvtier.layout import KVLayout, Span, span_of
+from kvtier.layout import KVLayout, Picks, Span, span_of, tokens_of
 from kvtier.lease import Lease
 from kvtier.results import Match, PutResult, Result, put_result, put_results, results
 from kvtier.tiers.backend import DeviceBackend
@@ -297,7 +297,7 @@ class Namespace:
         outs: Iterable[Any],
         *,
         layers: Span = None,
-        tokens: Span = None,
+        tokens: Picks = None,
         timeout: float | None = None,
         stream: Any = None,
     ) -> list[Result]:
@@ -309,7 +309,9 @@ class Namespace:
                 on its device instead (CuPy, torch CUDA, anything with ``__cuda_array_interface__`` or DLPack): blocks in
                 HBM are copied there on the device, others from memory.
             layers: which layers; default all.
-            tokens: which tokens of each block; default all.
+            tokens: which tokens of each block; default all. Or ``bool[keys, block_tokens]`` for each block its own, into
+                memory of the host: its buffer then has room for all tokens, each of these goes where it would lie among
+                all, and what lies at the places of the others stays. Only what is copied counts as read.
             timeout: how long to wait for loads, all together.
             stream: of arrays on a device, the stream behind whose work the copies run (CuPy's, torch's, or its
                 address); default the current one of the arrays' library.
@@ -318,14 +320,22 @@ class Namespace:
             One result a key, once the bytes are there. After a miss the key's buffer holds nothing that may be used. With
             the reason ``"deadline"`` and a buffer inside a registered region, see :meth:`Store.register_region`; an array
             on a device may still be written to until its stream has come that far.
+
+        Raises:
+            UnsupportedError: for tokens of each block's own and arrays on a device.
         """
-        part = span_of("layers", layers), span_of("tokens", tokens)
+        some, picked = span_of("layers", layers), tokens_of(tokens, len(keys), self.layout)
         if self._hbm is not None:
             outs = list(outs)
             if (arrays := self._hbm.arrays(outs, self.layout)) is not None:
                 stream = stream or self._hbm.stream_of(outs)
-                return self._hbm.get_into(self._space, keys, arrays, part, timeout, stream)
-        return results(self._core.get_into(self._space, keys, outs, *part, timeout))
+                if isinstance(picked, np.ndarray):
+                    raise UnsupportedError(
+                        "tokens=bool[keys, block_tokens] was given with arrays on a device, where each range would be a copy "
+                        "of its own: read the whole blocks, or into memory of the host"
+                    )
+                return self._hbm.get_into(self._space, keys, arrays, (some, picked), timeout, stream)
+        return results(self._core.get_into(self._space, keys, outs, some, picked, timeout))
 
     async def aget(
         self, key: bytes, *, layers: Span = None, tokens: Span = None, timeout: float | None = None
@@ -345,7 +355,7 @@ class Namespace:
         outs: Iterable[Any],
         *,
         layers: Span = None,
-        tokens: Span = None,
+        tokens: Picks = None,
         timeout: float | None = None,
         stream: Any = None,
     ) -> list[Result]:
@@ -359,9 +369,9 @@ class Namespace:
                 return await asyncio.to_thread(
                     self.get_into, keys, outs, layers=layers, tokens=tokens, timeout=timeout, stream=stream
                 )
-        part = span_of("layers", layers), span_of("tokens", tokens)
+        some, picked = span_of("layers", layers), tokens_of(tokens, len(keys), self.layout)
         codes = await aio.operation(
-            lambda to, token: self._core.start_get_into(self._space, keys, outs, *part, timeout, to, token)
+            lambda to, token: self._core.start_get_into(self._space, keys, outs, some, picked, timeout, to, token)
         )
         return results(codes)
 

@@ -141,21 +141,23 @@ class DictNamespace:
         outs: Sequence[NDArray[np.uint8]],
         *,
         layers: tuple[int, int] | None = None,
-        tokens: tuple[int, int] | None = None,
+        tokens: tuple[int, int] | NDArray[np.bool_] | None = None,
         timeout: float | None = None,
     ) -> list[_Result]:
-        """Copy each block, or some layers or tokens of it, into its buffer (``uint8``, exactly as long).
+        """Copy each block, or some layers or tokens of it, into its buffer (``uint8``, exactly as long). Tokens of each
+        block's own go where they would lie among all.
 
         Raises:
             InvalidBlockError: for a buffer of another size.
         """
         results = []
+        only, span = (tokens, None) if isinstance(tokens, np.ndarray) else (None, tokens)
         ranges = [
             each
             for layer in range(*(layers or (0, self.layout.layers)))
-            for each in self.layout.byte_range(layer, tokens)
+            for each in self.layout.byte_range(layer, span)
         ]
-        for key, out in zip(keys, outs, strict=True):
+        for number, (key, out) in enumerate(zip(keys, outs, strict=True)):
             block = self.blocks.get(key)
             if block is None:
                 results.append(_Result(False, None, "absent"))
@@ -163,7 +165,15 @@ class DictNamespace:
             parts = [block[start:stop] for start, stop in ranges] if ranges else [block]
             part = np.frombuffer(b"".join(parts), np.uint8)
             self._check(out, part.nbytes)
-            out[:] = part
+            if only is None:
+                out[:] = part
+            else:
+                at = 0
+                for start, stop in ranges:  # a plane each
+                    plane = at, at + stop - start
+                    to, source = (each[slice(*plane)].reshape(only.shape[1], -1) for each in (out, part))
+                    to[only[number]] = source[only[number]]
+                    at = plane[1]
             results.append(_Result(True, "dict", None))
         return results
 

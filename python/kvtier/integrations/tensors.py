@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvtier.errors import UnsupportedError
 from kvtier.layout import KVLayout
@@ -100,20 +101,19 @@ class BlockBuffer:
             for view, tensor in zip(views, pair, strict=True):
                 _copy(self._window(tensor, start, blocks), view[:, at : at + blocks])
 
-    def scatter_to(
-        self, cache: Sequence[tuple[torch.Tensor, torch.Tensor]], places: Sequence[int], tokens: Sequence[int]
-    ) -> None:
-        """As :meth:`write_to`, token by token.
+    def clear(self, blocks: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """Zero some tokens in all of its layers.
 
         Args:
-            cache: as there.
-            places: where each token goes.
-            tokens: which tokens these are, counted from the first of the first block.
+            blocks: which of its blocks each is in, ``int64[n]``.
+            tokens: which token of the block it is.
         """
-        to, which = torch.tensor(places, dtype=torch.long), torch.tensor(tokens, dtype=torch.long)
-        for views, pair in zip(self._views, cache, strict=True):
-            for view, tensor in zip(views, pair, strict=True):
-                _put(tensor[0], to.to(tensor.device), view.flatten(1, 2)[:, which])
+        for views in self._views:
+            for view in views:
+                if view.device.type == "cpu":
+                    _whole(view)[:, blocks, tokens] = 0
+                else:
+                    view[:, torch.from_numpy(blocks).to(view.device), torch.from_numpy(tokens).to(view.device)] = 0
 
     def read_from(self, cache: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int, blocks: int) -> None:
         """Copy each layer's keys and values from token ``start`` on into the first ``blocks`` blocks; the reverse of
@@ -130,22 +130,17 @@ class BlockBuffer:
         return window
 
 
-def _put(to: torch.Tensor, places: torch.Tensor, source: torch.Tensor) -> None:
-    """``to[:, places] = source``, as :func:`_copy` copies."""
-    if to.device.type != "cpu":
-        to[:, places] = source.to(to.device)
-        return
-    whole = _WHOLE[to.element_size()]
-    to.detach().view(whole).numpy()[:, places.numpy()] = source.detach().view(whole).numpy()
-
-
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     """Copy; within the host's memory by NumPy, on this thread alone: torch would take the cores that the model uses."""
     if to.device.type != "cpu" or source.device.type != "cpu":
         to.copy_(source)
         return
-    whole = _WHOLE[to.element_size()]
-    np.copyto(to.detach().view(whole).numpy(), source.detach().view(whole).numpy())
+    np.copyto(_whole(to), _whole(source))
+
+
+def _whole(tensor: torch.Tensor) -> NDArray[Any]:
+    """A tensor on the host as whole numbers."""
+    return tensor.detach().view(_WHOLE[tensor.element_size()]).numpy()
 
 
 # NumPy has no bf16 and no fp8, and copies whole numbers of the same size just as well.

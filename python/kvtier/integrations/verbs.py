@@ -87,7 +87,7 @@ class BlockNamespace(Protocol):
         outs: Sequence[Any],
         *,
         layers: tuple[int, int] | None = None,
-        tokens: tuple[int, int] | None = None,
+        tokens: tuple[int, int] | NDArray[np.bool_] | None = None,
         timeout: float | None = None,
     ) -> Sequence[ResultLike]: ...
 

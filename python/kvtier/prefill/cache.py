@@ -167,11 +167,17 @@ class Room:
         return pairs
 
     def hide(self, hidden: torch.Tensor) -> None:
-        """Leave tokens out, see :attr:`RoomyCache.hidden`."""
+        """Leave tokens out, see :attr:`RoomyCache.hidden`. At their places there must be numbers."""
         self.cache.hidden = hidden.to(self.pairs[0][0].device)
+
+    def clear(self, tokens: torch.Tensor) -> None:
+        """Zero some tokens, ``int64[n]``, in all layers: what happens to lie there might be NaN, which stays NaN times a
+        weight of 0.
+        """
+        tokens = tokens.to(self.pairs[0][0].device)
         for pair in self.pairs:
-            for tensor in pair:  # what happens to lie there might be NaN, which stays NaN times a weight of 0
-                tensor[:, :, : hidden.numel()].masked_fill_(self.cache.hidden[:, None], 0)
+            for tensor in pair:
+                tensor.index_fill_(2, tokens, 0)
 
     def fill(self, tokens: int) -> None:
         """Let the model see the first ``tokens`` tokens, whatever lies behind them."""

@@ -142,8 +142,9 @@ class PrefillEngine:
             retain: load only this fraction of the stored tokens, above 0: the most attended ones by what requests with
                 ``importance`` counted, see :func:`kvtier.prefill.attended.most_attended`. Each keeps its position, the
                 others are masked, also for what :meth:`step` and :meth:`generate` add. The logits are no longer those of
-                the prompt (docs/PREFILL.md has what that costs), and nothing computed behind them is stored. Default,
-                and 1: all of them.
+                the prompt (docs/PREFILL.md has what that costs), and nothing computed behind them is stored. Unless
+                ``front`` is given, all of them are loaded where that is predicted to be as fast. Default, and 1: all of
+                them.
 
         Returns:
             Logits, cache and report. Blocks until the logits are there; new blocks are stored in the background, see

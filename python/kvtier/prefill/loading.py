@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvtier.integrations.tensors import BlockBuffer
 from kvtier.integrations.verbs import BlockNamespace
@@ -22,10 +22,12 @@ from kvtier.prefill.storing import UNAVAILABLE
 from kvtier.prefill.timeline import Event
 from kvtier.tiers import DeviceBackend, HostArray
 
-__all__ = ["Load", "MissingError", "Stages", "bytes_to_read", "is_device_of", "layer_groups"]
+__all__ = ["Load", "MissingError", "Stages", "is_device_of", "layer_groups", "tokens_to_read"]
 
-PARTLY = ("hbm", "dram", "cxl", "dict")
-"""Tiers of which a part of a layer can be read without reading the rest."""
+PARTLY = ("dram", "cxl", "dict")
+"""Tiers of which some tokens of a layer can be read without reading the rest. On NVMe a segment is read whole, to be verified;
+on a device each range of tokens would be a copy of its own, for bytes that cost little there.
+"""
 LOADERS = 2
 """One reads from the store while the other copies to where the model reads: one would leave the link idle meanwhile."""
 _READ = 16 << 10
@@ -135,13 +137,11 @@ class Stages:
 
 
 class _Part(NamedTuple):
-    """Blocks of which the same tokens are read, in one call."""
+    """Blocks that are read in one call."""
 
     group: int
     blocks: Sequence[int]
     """Counted from the first of the load."""
-    tokens: tuple[int, int]
-    """Within a block."""
     hbm: bool
     """Whether they are read on the device."""
 
@@ -164,8 +164,8 @@ class Load:
         deadline: ``time.perf_counter()`` after which nothing is waited for; ``None`` for never.
         begun: when the request began, for the timeline.
         stages: staging memory and threads, which start it.
-        kept: ``bool[tokens]`` of the keys' tokens: which to load; default all. Of a block that is not in memory all are read if
-            one is, for segments are read whole there.
+        kept: ``bool[tokens]`` of the keys' tokens: which to load; default all, and at the places of the others zeros. See
+            :func:`tokens_to_read` for what is read.
     """
 
     def __init__(
@@ -190,22 +190,27 @@ class Load:
         self._begun = begun
         self._changed = threading.Condition()
         self._groups = groups
-        self._kept = None if kept is None else kept.tolist()
+        self._kept = None if kept is None else kept.view(-1, blocks.layout.block_tokens).numpy()
+        # Without the model's device, a block in HBM is read from below.
+        self._reads = tokens_to_read(blocks.layout, kept, [t if stages.hbm or t != "hbm" else "dram" for t in tiers])
         self._items: list[_Part] = []
         self._open: list[int] = []
         self._group_of: dict[int, int] = {}
         layout = blocks.layout
-        spans = _spans(kept, tiers, layout.block_tokens)
+        wanted = np.flatnonzero(self._reads.any(1)).tolist()
+        if len(wanted) < len(keys):
+            unread = torch.from_numpy(~self._reads.any(1)).repeat_interleave(layout.block_tokens)
+            room.clear(first * layout.block_tokens + unread.nonzero()[:, 0])
+        kinds = [  # a call reads into memory of one kind
+            (hbm, some)
+            for hbm in (True, False)
+            if (some := [i for i in wanted if (stages.hbm and tiers[i] == "hbm") == hbm])
+        ]
         for number, group in enumerate(groups):
-            token = (layout.offsets[group.stop] - layout.offsets[group.start]) // layout.block_tokens
+            step = max(1, stages.each // (layout.offsets[group.stop] - layout.offsets[group.start]))
             before = len(self._items)
-            for tokens, numbers in spans.items():
-                step = max(1, stages.each // (token * (tokens[1] - tokens[0])))
-                for hbm in (True, False):  # a call reads into memory of one kind
-                    some = [i for i in numbers if (stages.hbm and tiers[i] == "hbm") == hbm]
-                    self._items += [
-                        _Part(number, some[at : at + step], tokens, hbm) for at in range(0, len(some), step)
-                    ]
+            for hbm, some in kinds:
+                self._items += [_Part(number, some[at : at + step], hbm) for at in range(0, len(some), step)]
             self._open.append(len(self._items) - before)
             self._group_of |= dict.fromkeys(group, number)
         self._next = 0
@@ -276,15 +281,14 @@ class Load:
             self._changed.notify_all()
 
     def _read(self, part: _Part, stage: Stage) -> None:
-        group, (start, stop), layout = self._groups[part.group], part.tokens, self._blocks.layout
+        group, layout = self._groups[part.group], self._blocks.layout
         wanted = [i for i in part.blocks if self._first + i not in self.missing]
         if not wanted:
             return
-        whole = stop - start == layout.block_tokens
-        piece = layout if whole else replace(layout, block_tokens=stop - start)
-        buffer = BlockBuffer(piece, len(wanted), group, stage.on_device if part.hbm else stage.on_host)
+        buffer = BlockBuffer(layout, len(wanted), group, stage.on_device if part.hbm else stage.on_host)
         rows = buffer.rows(len(wanted))
-        size_each = rows[0].nbytes
+        reads = self._reads[wanted]
+        token = rows[0].nbytes // layout.block_tokens
         if part.hbm:
             rows = [_of_device(row) for row in rows]
         begun = time.perf_counter()
@@ -295,7 +299,7 @@ class Load:
                     [self._keys[i] for i in wanted],
                     rows,
                     layers=(group.start, group.stop),
-                    tokens=None if whole else part.tokens,
+                    tokens=None if reads.all() else reads,
                     timeout=left,
                 )
         except UNAVAILABLE as error:
@@ -307,27 +311,19 @@ class Load:
         size = layout.block_tokens
         tensors = self._room.slice(group)
         with torch.cuda.stream(stage.stream):
-            if self._kept is None:
-                for first, last in _runs(wanted, bad):
-                    buffer.write_to(tensors, (self._first + wanted[first]) * size, last - first, first)
-            else:
-                good = [at for at in range(len(wanted)) if at not in bad]
-                found = [
-                    (wanted[at] * size + start + i, at * (stop - start) + i) for at in good for i in range(stop - start)
-                ]
-                found = [(place, token) for place, token in found if self._kept[place]]
-                buffer.scatter_to(
-                    tensors, [self._first * size + place for place, _ in found], [token for _, token in found]
-                )
+            if self._kept is not None:
+                buffer.clear(*np.nonzero(~self._kept[wanted]))
+            for first, last in _runs(wanted, bad):
+                buffer.write_to(tensors, (self._first + wanted[first]) * size, last - first, first)
         if stage.stream is not None:
             stage.stream.synchronize()
         ended = time.perf_counter()
         begins, ends = begun - self._begun, ended - self._begun
         sizes: dict[str, int] = {}
-        for i, result in zip(wanted, results, strict=True):
+        for i, result, count in zip(wanted, results, reads.sum(1).tolist(), strict=True):
             if result.hit:
                 tier = str(result.tier) if self._tiers[i] == "hbm" else self._tiers[i]
-                sizes[tier] = sizes.get(tier, 0) + size_each
+                sizes[tier] = sizes.get(tier, 0) + count * token
         span = (self._first + wanted[0]) * size, (self._first + wanted[-1] + 1) * size
         with self._changed:
             self.events += [Event("load", group.start, span, begins, ends, tier, n) for tier, n in sizes.items()]
@@ -344,31 +340,24 @@ def _of_device(row: Any) -> Any:
     return row.view(HostArray) if isinstance(row, np.ndarray) else row
 
 
-def bytes_to_read(layout: KVLayout, kept: torch.Tensor | None, tiers: Sequence[str]) -> list[int]:
-    """Bytes that a :class:`Load` of all layers reads of each block, see there."""
-    tokens = [0] * len(tiers)
-    for (first, last), numbers in _spans(kept, tiers, layout.block_tokens).items():
-        for number in numbers:
-            tokens[number] += last - first
-    return [count * layout.bytes_per_token for count in tokens]
+def tokens_to_read(layout: KVLayout, kept: torch.Tensor | None, tiers: Sequence[str]) -> NDArray[np.bool_]:
+    """Which tokens a :class:`Load` reads of each block.
 
+    Args:
+        layout: of the blocks.
+        kept: ``bool[tokens]``: which of their tokens are wanted; ``None`` for all.
+        tiers: where each block lies.
 
-def _spans(kept: torch.Tensor | None, tiers: Sequence[str], block_tokens: int) -> dict[tuple[int, int], list[int]]:
-    """The blocks to read for each range of tokens within a block."""
-    everything = (0, block_tokens)
+    Returns:
+        ``bool[blocks, block_tokens]``: the kept tokens where a tier can be read in parts; elsewhere all of a block, if one
+        is kept.
+    """
     if kept is None:
-        return {everything: list(range(len(tiers)))} if tiers else {}
-    spans: dict[tuple[int, int], list[int]] = {}
-    for number, (flags, tier) in enumerate(zip(kept.view(-1, block_tokens).tolist(), tiers, strict=True)):
-        if any(flags) and tier not in PARTLY:
-            spans.setdefault(everything, []).append(number)
-            continue
-        edges = [
-            at for at in range(block_tokens + 1) if (at > 0 and flags[at - 1]) != (at < block_tokens and flags[at])
-        ]
-        for first, last in zip(edges[::2], edges[1::2], strict=True):
-            spans.setdefault((first, last), []).append(number)
-    return spans
+        return np.ones((len(tiers), layout.block_tokens), np.bool_)
+    reads: NDArray[np.bool_] = kept.view(-1, layout.block_tokens).numpy().copy()
+    whole = np.array([tier not in PARTLY for tier in tiers], np.bool_)
+    reads[whole] = reads[whole].any(1, keepdims=True)
+    return reads
 
 
 def _runs(wanted: Sequence[int], bad: Container[int]) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from kvtier.kappa.cost import flops, weight_bytes
 from kvtier.kappa.measured import TIERS
 from kvtier.kappa.passes import Passes
 
-__all__ = ["Meter", "Plan", "plan"]
+__all__ = ["Meter", "Plan", "plan", "saves"]
 
 _MEMORY = 0.7
 """What a sum keeps of the past with each request: about the last three count."""
@@ -214,6 +214,13 @@ def plan(
         other = "recompute" if action == "load" else "load"
         why = f"to {action} all {cached} stored tokens takes {others[action]:.3g} s to the first token, to {other} them {others[other]:.3g} s{measured.mark}"
     return Plan(chosen * grid, action, why, terms)
+
+
+def saves(fewer: Plan, everything: Plan) -> bool:
+    """Whether leaving stored tokens out is predicted to be faster by a margin; true where nothing was measured."""
+    if not (fewer.predicted and everything.predicted):
+        return True
+    return fewer.predicted["ttft_s"] < everything.predicted["ttft_s"] * (1 - _MARGIN)
 
 
 def _action(front: int, cached: int) -> Literal["load", "recompute", "split"]:

@@ -9,15 +9,17 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import DynamicCache
 
 from kvtier.prefill.attended import most_attended
 from kvtier.prefill.cache import Room
 from kvtier.prefill.importance import AttentionMass
-from kvtier.prefill.loading import Load, MissingError, bytes_to_read
+from kvtier.prefill.loading import Load, MissingError, tokens_to_read
 from kvtier.prefill.model import forward_all, synchronise
-from kvtier.prefill.plan import plan
+from kvtier.prefill.plan import Plan, plan, saves
 from kvtier.prefill.registry import packs
 from kvtier.prefill.report import PrefillReport
 from kvtier.prefill.storing import UNAVAILABLE, WriteBack
@@ -87,16 +89,20 @@ class Request:
         kept = _kept(engine, self.keys[:blocks], retain)
         # Without the model's device, a block in HBM is read from below.
         tiers = [tier if self.engine._hbm or tier != "hbm" else "dram" for tier in self.match.tiers[:blocks]]
-        self.plan = plan(
-            self.cached,
-            len(self.tokens) - self.cached,
-            tiers,
-            bytes_to_read(self.blocks.layout, kept, self.match.tiers[:blocks]),
-            self.chunk,
-            len(self.engine.groups),
-            self.engine.meter.measured(),
-            front,
-        )
+        measured = self.engine.meter.measured()
+
+        def planned(reads: NDArray[np.bool_]) -> Plan:
+            sizes, new = (reads.sum(1) * self.blocks.layout.bytes_per_token).tolist(), len(self.tokens) - self.cached
+            return plan(self.cached, new, tiers, sizes, self.chunk, len(self.engine.groups), measured, front)
+
+        self.plan = planned(tokens_to_read(self.blocks.layout, None, tiers))
+        if kept is not None:
+            reads = tokens_to_read(self.blocks.layout, kept, tiers)
+            fewer = planned(reads)
+            if front is None and (reads[fewer.front // self.size :].all() or not saves(fewer, self.plan)):
+                kept = None  # what costs nothing is not left out
+            else:
+                self.plan = fewer
         self.emulated = not self.engine._emulated.isdisjoint(tiers)
         first = self.plan.front // self.size
         if kept is not None:

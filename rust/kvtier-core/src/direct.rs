@@ -245,7 +245,7 @@ impl Direct {
     ) -> Result<(), Miss> {
         // SAFETY: the read has completed.
         let body = unsafe { self.body.bytes() };
-        let (mut at, mut verified) = (0, None);
+        let mut verified = None;
         for piece in pieces {
             let segment = table[piece.segment as usize];
             let (offset, len) = (segment.offset as usize, segment.len as usize);
@@ -256,18 +256,17 @@ impl Direct {
             let within = piece.offset - offset;
             let good = if piece.len == len {
                 // SAFETY: `out` has room for the piece.
-                unsafe { copy_hash64(out.add(at), bytes.as_ptr(), len) == segment.checksum }
+                unsafe { copy_hash64(out.add(piece.to), bytes.as_ptr(), len) == segment.checksum }
             } else {
                 let good = verified == Some(piece.segment) || hash64(bytes) == segment.checksum;
                 verified = Some(piece.segment);
                 // SAFETY: the piece lies in the segment; `out` has room for it.
-                unsafe { copy(out.add(at), bytes[within..].as_ptr(), piece.len) };
+                unsafe { copy(out.add(piece.to), bytes[within..].as_ptr(), piece.len) };
                 good
             };
             if !good {
                 return Err(Miss::Corrupt);
             }
-            at += piece.len;
         }
         Ok(())
     }

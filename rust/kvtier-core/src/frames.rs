@@ -271,11 +271,11 @@ impl Frames {
         codings: &Codings,
     ) -> Result<(), Miss> {
         let frames = self.wanted.frames(self.wait(deadline)?)?;
-        let mut at = 0;
         for of_layer in pieces.chunk_by(|a, b| a.segment == b.segment) {
-            let len = of_layer.iter().map(|piece| piece.len).sum();
+            let (first, last) = (of_layer[0], of_layer[of_layer.len() - 1]);
+            let room = last.to + last.len - first.to;
             // SAFETY: the caller's contract.
-            let out = unsafe { std::slice::from_raw_parts_mut(out.add(at), len) };
+            let out = unsafe { std::slice::from_raw_parts_mut(out.add(first.to), room) };
             let i = (of_layer[0].segment as usize)
                 .checked_sub(self.wanted.layers.start)
                 .ok_or(Miss::Corrupt)?;
@@ -283,7 +283,6 @@ impl Frames {
                 return Err(Miss::Corrupt);
             };
             decode(frame, segment, of_layer, out, codings)?;
-            at += len;
         }
         Ok(())
     }
@@ -307,13 +306,15 @@ fn decode(
     let token = plane / form.tokens as usize;
     let from = (pieces[0].offset - offset) / token;
     let taken = from..from + pieces[0].len / token;
-    // The same tokens of each plane, or the layer as it is.
+    let first = pieces[0].to;
+    // The same tokens of each plane, one after another, or the layer as it is.
     let of_planes = pieces.len() == form.planes as usize
         && pieces.iter().enumerate().all(|(p, piece)| {
             piece.offset == offset + p * plane + taken.start * token
                 && piece.len == taken.len() * token
+                && piece.to == first + p * piece.len
         });
-    let tokens = if out.len() == len {
+    let tokens = if pieces[0].len == len {
         Some(0..form.tokens)
     } else if of_planes {
         Some(taken.start as u32..taken.end as u32)
@@ -327,11 +328,9 @@ fn decode(
     let _room = codings.decoding(body + len)?;
     let mut layer = vec![0; len];
     frame::decode(frame, &form, &mut layer).map_err(|_| Miss::Corrupt)?;
-    let mut at = 0;
     for piece in pieces {
         let from = &layer[piece.offset - offset..][..piece.len];
-        out[at..at + piece.len].copy_from_slice(from);
-        at += piece.len;
+        out[piece.to - first..][..piece.len].copy_from_slice(from);
     }
     Ok(())
 }

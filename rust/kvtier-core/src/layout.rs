@@ -32,14 +32,27 @@ pub struct Layout {
 pub struct Selection {
     /// Layers, all if absent.
     pub layers: Option<Range<u32>>,
-    /// Tokens, all if absent.
-    pub tokens: Option<Range<u32>>,
+    /// Tokens.
+    pub tokens: Tokens,
+}
+
+/// Which tokens of a block are wanted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Tokens {
+    /// Every one.
+    #[default]
+    All,
+    /// These, one after another.
+    Range(Range<u32>),
+    /// These, in order and apart, each where it would lie among all of them: what lies at the places
+    /// of the others is left as it is.
+    Only(Vec<Range<u32>>),
 }
 
 impl Selection {
     /// Nothing is left out.
     pub fn is_all(&self) -> bool {
-        self.layers.is_none() && self.tokens.is_none()
+        self.layers.is_none() && self.tokens == Tokens::All
     }
 }
 
@@ -52,6 +65,8 @@ pub struct Piece {
     pub offset: usize,
     /// Bytes.
     pub len: usize,
+    /// Where it goes, from the first byte of the destination.
+    pub to: usize,
 }
 
 impl Layout {
@@ -156,63 +171,113 @@ impl Layout {
             segment,
             offset: 0,
             len: shape.payload(),
+            to: 0,
         };
         if selection.is_all() {
             return Ok(vec![whole(0)]);
         }
-        let count = self.layers.len() as u32;
         let tokens = self.tokens(shape);
-        let layers = selection.layers.clone().unwrap_or(0..count);
-        let taken = selection.tokens.clone().unwrap_or(0..tokens);
-        if layers.start > layers.end
-            || layers.end > count
-            || taken.start > taken.end
-            || taken.end > tokens
-        {
-            return Err(Error::new(
-                Kind::InvalidBlock,
-                format!(
-                    "layers {}..{} and tokens {}..{} were asked for; this block has layers 0..{count} and tokens 0..{tokens}{}",
-                    layers.start,
-                    layers.end,
-                    taken.start,
-                    taken.end,
-                    if self.is_opaque() {
-                        ". An opaque layout has neither: ask for whole blocks"
-                    } else {
-                        ""
-                    }
-                ),
-            ));
-        }
-        let mut pieces = Vec::new();
-        let mut base = 0;
+        let layers = selection.layers.clone().unwrap_or(self.every_layer());
+        let whole_block = 0..tokens;
+        let taken = match &selection.tokens {
+            Tokens::All => std::slice::from_ref(&whole_block),
+            Tokens::Range(range) => std::slice::from_ref(range),
+            Tokens::Only(ranges) => ranges,
+        };
+        let in_place = matches!(selection.tokens, Tokens::Only(_));
+        self.check(tokens, &layers, taken)?;
+        let mut pieces: Vec<Piece> = Vec::new();
+        let (mut base, mut at) = (0, 0);
         for (i, layer) in self.layers.iter().enumerate() {
-            let plane = layer.token_bytes as usize * tokens as usize;
-            if layers.contains(&(i as u32)) && !taken.is_empty() {
-                for p in 0..layer.planes as usize {
-                    let offset =
-                        base + p * plane + taken.start as usize * layer.token_bytes as usize;
-                    let len = taken.len() * layer.token_bytes as usize;
+            let (size, i) = (layer.token_bytes as usize, i as u32);
+            for _ in 0..layer.planes {
+                let wanted = layers.contains(&i);
+                for range in taken.iter().filter(|range| wanted && !range.is_empty()) {
+                    let (first, len) = (range.start as usize * size, range.len() * size);
+                    let (offset, to) = (base + first, if in_place { at + first } else { at });
                     match pieces.last_mut() {
-                        Some(Piece {
-                            segment,
-                            offset: last,
-                            len: n,
-                        }) if *segment == i as u32 && *last + *n == offset => {
-                            *n += len;
+                        // What follows on in the block does so in the destination.
+                        Some(last) if last.segment == i && last.offset + last.len == offset => {
+                            last.len += len;
                         }
                         _ => pieces.push(Piece {
-                            segment: i as u32,
+                            segment: i,
                             offset,
                             len,
+                            to,
                         }),
                     }
+                    at += if in_place { 0 } else { len };
                 }
+                base += size * tokens as usize;
+                at += if in_place && wanted {
+                    size * tokens as usize
+                } else {
+                    0
+                };
             }
-            base += plane * layer.planes as usize;
         }
         Ok(pieces)
+    }
+
+    fn check(&self, tokens: u32, layers: &Range<u32>, taken: &[Range<u32>]) -> Result<()> {
+        let count = self.layers.len() as u32;
+        let outside = |range: &Range<u32>, all| range.start > range.end || range.end > all;
+        let mixed = taken.windows(2).any(|two| two[0].end > two[1].start);
+        let wrong = taken.iter().find(|range| outside(range, tokens) || mixed);
+        if wrong.is_none() && !outside(layers, count) {
+            return Ok(());
+        }
+        let given = wrong.or(taken.first()).cloned().unwrap_or_default();
+        Err(Error::new(
+            Kind::InvalidBlock,
+            format!(
+                "layers {}..{} and tokens {}..{} were asked for; this block has layers 0..{count} and tokens 0..{tokens}{}",
+                layers.start,
+                layers.end,
+                given.start,
+                given.end,
+                if self.is_opaque() {
+                    ". An opaque layout has neither: ask for whole blocks"
+                } else {
+                    ""
+                }
+            ),
+        ))
+    }
+
+    fn every_layer(&self) -> Range<u32> {
+        0..self.layers.len() as u32
+    }
+
+    /// Bytes of one token in these layers, all if absent.
+    fn token_bytes(&self, layers: Option<&Range<u32>>) -> usize {
+        let layers = layers.cloned().unwrap_or(self.every_layer());
+        let some = self.layers.get(layers.start as usize..layers.end as usize);
+        let each = some.into_iter().flatten();
+        each.map(|l| l.planes as usize * l.token_bytes as usize)
+            .sum()
+    }
+
+    /// Bytes that a destination of `selection` has, of which `pieces` are copied.
+    pub fn extent(&self, shape: Shape, selection: &Selection, pieces: &[Piece]) -> usize {
+        match selection.tokens {
+            Tokens::Only(_) => {
+                self.token_bytes(selection.layers.as_ref()) * self.tokens(shape) as usize
+            }
+            _ => pieces.iter().map(|p| p.len).sum(),
+        }
+    }
+
+    /// Bytes that `selection` takes from a block, of which its destination has `room`.
+    pub fn taken(&self, selection: &Selection, room: usize) -> usize {
+        match &selection.tokens {
+            Tokens::Only(ranges) => {
+                let tokens: usize = ranges.iter().map(|range| range.len()).sum();
+                self.token_bytes(selection.layers.as_ref()) * tokens
+            }
+            _ => room,
+        }
     }
 }
 
@@ -268,7 +333,7 @@ mod tests {
                         for t1 in t0..=tokens {
                             let selection = Selection {
                                 layers: Some(l0..l1),
-                                tokens: Some(t0..t1),
+                                tokens: Tokens::Range(t0..t1),
                             };
                             let got: Vec<usize> = layout
                                 .pieces(shape, &selection)
@@ -301,12 +366,80 @@ mod tests {
     }
 
     #[test]
+    fn tokens_apart_go_where_they_would_among_all() {
+        let layout = Layout::new(
+            vec![
+                Layer {
+                    planes: 2,
+                    token_bytes: 3,
+                },
+                Layer {
+                    planes: 1,
+                    token_bytes: 5,
+                },
+            ],
+            6,
+        )
+        .unwrap();
+        let shape = layout.shape(11 * 6).unwrap();
+        for layers in [0..2, 0..1, 1..2, 1..1] {
+            let base = layers.start as usize * 36;
+            let all = Selection {
+                layers: Some(layers.clone()),
+                tokens: Tokens::All,
+            };
+            let extent: usize = layout
+                .pieces(shape, &all)
+                .unwrap()
+                .iter()
+                .map(|p| p.len)
+                .sum();
+            for mask in 0..64u32 {
+                let bits = (0..6).filter(|t| mask >> t & 1 == 1);
+                let mut apart: Vec<Range<u32>> = Vec::new();
+                for t in bits {
+                    match apart.last_mut() {
+                        Some(last) if last.end == t => last.end += 1,
+                        _ => apart.push(t..t + 1),
+                    }
+                }
+                let each: Vec<Range<u32>> = (0..6)
+                    .filter(|t| mask >> t & 1 == 1)
+                    .map(|t| t..t + 1)
+                    .collect();
+                let selection = |ranges| Selection {
+                    layers: Some(layers.clone()),
+                    tokens: Tokens::Only(ranges),
+                };
+                let some = selection(apart);
+                let pieces = layout.pieces(shape, &some).unwrap();
+                assert_eq!(pieces, layout.pieces(shape, &selection(each)).unwrap());
+                assert_eq!(layout.extent(shape, &some, &pieces), extent);
+                let copied = pieces.iter().map(|p| p.len).sum::<usize>();
+                assert_eq!(layout.taken(&some, extent), copied);
+                let one: usize = layout.token_bytes(Some(&layers));
+                assert_eq!(copied, mask.count_ones() as usize * one);
+                assert!(pieces.iter().all(|p| p.to + base == p.offset));
+            }
+        }
+        let bad = [vec![2..3, 1..2], vec![0..2, 1..3], vec![0..2, 5..7]];
+        for ranges in bad {
+            let selection = Selection {
+                layers: None,
+                tokens: Tokens::Only(ranges),
+            };
+            let error = layout.pieces(shape, &selection).unwrap_err();
+            assert_eq!(error.kind(), Kind::InvalidBlock);
+        }
+    }
+
+    #[test]
     fn a_range_outside_the_block_is_refused() {
         let layout = gqa();
         let shape = layout.shape(30 * 2 * 384 * 5).unwrap();
         let bad = Selection {
             layers: None,
-            tokens: Some(0..6),
+            tokens: Tokens::Range(0..6),
         };
         assert_eq!(
             layout.pieces(shape, &bad).unwrap_err().kind(),
@@ -315,7 +448,7 @@ mod tests {
         let opaque = Layout::opaque();
         let bad = Selection {
             layers: Some(0..1),
-            tokens: None,
+            tokens: Tokens::All,
         };
         assert!(opaque.pieces(opaque.shape(5000).unwrap(), &bad).is_err());
     }

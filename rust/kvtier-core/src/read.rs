@@ -28,7 +28,8 @@ pub(crate) const LOOKS: usize = 16;
 pub struct Out {
     /// The first byte.
     pub ptr: *mut u8,
-    /// Bytes there: exactly what the selection takes from the block.
+    /// Bytes there: exactly what the selection takes from the block; of tokens that go where they
+    /// lie, what it would take with all of them.
     pub len: usize,
 }
 
@@ -85,7 +86,7 @@ impl Request<'_> {
             ));
         }
         let pieces = self.ns.layout.pieces(shape, self.selection)?;
-        let bytes: usize = pieces.iter().map(|p| p.len).sum();
+        let bytes = self.ns.layout.extent(shape, self.selection, &pieces);
         if bytes != self.out.len {
             return Err(Error::new(
                 Kind::InvalidBlock,
@@ -97,6 +98,11 @@ impl Request<'_> {
             ));
         }
         Ok(pieces)
+    }
+
+    /// Bytes that it copies.
+    fn bytes(&self) -> usize {
+        self.ns.layout.taken(self.selection, self.out.len)
     }
 }
 
@@ -116,8 +122,34 @@ impl Store {
         selection: &Selection,
         deadline: Instant,
     ) -> Result<Vec<Got>> {
+        // SAFETY: the caller's contract.
+        unsafe { self.get_each_into(ns, keys, outs, &[selection], deadline) }
+    }
+
+    /// As [`Store::get_into`], of each block a part of its own, or of all the same one.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn get_each_into(
+        &self,
+        ns: &Namespace,
+        keys: &[&[u8]],
+        outs: &[Out],
+        selections: &[&Selection],
+        deadline: Instant,
+    ) -> Result<Vec<Got>> {
         let inner = &self.inner;
         inner.check_open()?;
+        if selections.len() != 1 && selections.len() != keys.len() {
+            return Err(Error::new(
+                Kind::InvalidBlock,
+                format!(
+                    "parts of {} blocks were given for {} keys; one a key is needed",
+                    selections.len(),
+                    keys.len()
+                ),
+            ));
+        }
         if keys.len() != outs.len() {
             return Err(Error::new(
                 Kind::InvalidBlock,
@@ -132,7 +164,8 @@ impl Store {
             .ids(ns, keys)?
             .into_iter()
             .zip(outs)
-            .map(|(id, &out)| Request {
+            .zip(selections.iter().cycle())
+            .map(|((id, &out), selection)| Request {
                 ns,
                 selection,
                 id,
@@ -159,7 +192,7 @@ impl Store {
                 Ok((tier, h)) => {
                     used.push((tier, h));
                     if let Some(sum) = bytes.get_mut(tier) {
-                        *sum += request.out.len;
+                        *sum += request.bytes();
                     }
                     if tier == inner.memory.len() {
                         inner.spent.note(h);
@@ -168,7 +201,7 @@ impl Store {
                     }
                     let stats = inner.tier_stats(tier);
                     stats.hits.add(1);
-                    stats.hit_bytes.add(request.out.len as u64);
+                    stats.hit_bytes.add(request.bytes() as u64);
                     stats.get.since(started);
                 }
                 Err(_) => inner.stats.misses.add(1),

@@ -47,17 +47,21 @@ impl Proof<'_> {
     }
 }
 
-/// Copies `pieces` of an image to `out`, one after another.
+/// Copies `pieces` of an image to their places from `out` on.
 ///
 /// # Safety
-/// `out` must be valid for writes of the pieces' bytes, and overlap neither them nor anything that
-/// others read.
+/// `out` must be valid for writes of the pieces' bytes at their places, and overlap neither them nor
+/// anything that others read.
 pub unsafe fn copy_out(image: &[u8], pieces: &[Piece], out: *mut u8) {
-    let mut at = 0;
     for piece in pieces {
-        // SAFETY: pieces lie in the payload; `out` holds them one after another.
-        unsafe { copy(out.add(at), image.as_ptr().add(piece.offset), piece.len) };
-        at += piece.len;
+        // SAFETY: pieces lie in the payload; `out` has room for each at its place.
+        unsafe {
+            copy(
+                out.add(piece.to),
+                image.as_ptr().add(piece.offset),
+                piece.len,
+            )
+        };
     }
 }
 
@@ -115,22 +119,21 @@ pub unsafe fn copy_proven(
         }
         return Ok(root);
     }
-    let (mut at, mut verified) = (0, None);
+    let mut verified = None;
     for piece in pieces {
         let i = piece.segment as usize;
         let segment = table[i];
         let (offset, len) = (segment.offset as usize, segment.len as usize);
         if piece.offset == offset && piece.len == len {
-            copied(i, at)?;
+            copied(i, piece.to)?;
         } else {
             if verified != Some(i) {
                 check(i, hash64(&image[offset..offset + len]))?;
                 verified = Some(i);
             }
-            // SAFETY: the piece lies in the payload, and `out` has room at `at`.
-            unsafe { copy(out.add(at), src.add(piece.offset), piece.len) };
+            // SAFETY: the piece lies in the payload, and `out` has room at its place.
+            unsafe { copy(out.add(piece.to), src.add(piece.offset), piece.len) };
         }
-        at += piece.len;
     }
     Ok(root)
 }
@@ -138,7 +141,7 @@ pub unsafe fn copy_proven(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::{Layer, Layout, Selection};
+    use crate::layout::{Layer, Layout, Selection, Tokens};
 
     fn block(tokens: usize) -> (Layout, Vec<u8>, Shape, Root) {
         let layer = Layer {
@@ -174,23 +177,37 @@ mod tests {
                 root,
             };
             for (layers, range) in [
-                (None, None),
-                (Some(2..5), None),
-                (None, Some(1..2)),
-                (Some(7..8), Some(0..1)),
-                (Some(3..3), None),
+                (None, Tokens::All),
+                (Some(2..5), Tokens::All),
+                (None, Tokens::Range(1..2)),
+                (Some(7..8), Tokens::Range(0..1)),
+                (Some(3..3), Tokens::All),
+                (None, Tokens::Only(std::iter::once(0..1).collect())),
+                (Some(1..3), Tokens::Only(vec![0..1, 1..2])),
+                (
+                    Some(1..8),
+                    Tokens::Only(vec![1..2, tokens as u32 - 1..tokens as u32]),
+                ),
+                (Some(2..4), Tokens::Only(vec![])),
             ] {
+                if matches!(&range, Tokens::Only(all) if all.len() == 2 && all[0].end > all[1].start)
+                {
+                    continue; // a block of two tokens has not that many
+                }
                 let selection = Selection {
                     layers,
                     tokens: range,
                 };
                 let pieces = layout.pieces(shape, &selection).unwrap();
-                let want: Vec<u8> = pieces
-                    .iter()
-                    .flat_map(|p| image[p.offset..p.offset + p.len].to_vec())
-                    .collect();
-                let mut out = vec![0u8; want.len()];
-                // SAFETY: `out` has the pieces' length.
+                let extent = layout.extent(shape, &selection, &pieces);
+                let copied: usize = pieces.iter().map(|p| p.len).sum();
+                assert_eq!(layout.taken(&selection, extent), copied);
+                let mut want = vec![0xEE; extent];
+                for p in &pieces {
+                    want[p.to..p.to + p.len].copy_from_slice(&image[p.offset..p.offset + p.len]);
+                }
+                let mut out = vec![0xEE; extent];
+                // SAFETY: `out` has the extent of the pieces.
                 unsafe { copy_proven(&image, shape, proof, &pieces, out.as_mut_ptr()) }.unwrap();
                 assert_eq!(out, want);
                 let Some(first) = pieces.first() else {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use kvtier_core::error::Kind;
-use kvtier_core::layout::Selection;
+use kvtier_core::layout::{Selection, Tokens};
 use kvtier_core::load::Miss;
 use kvtier_core::put::Put;
 use kvtier_core::read::Out;
@@ -288,7 +288,7 @@ fn changed_bytes_on_nvme_are_a_miss_whichever_way_they_are_read() {
                 // Another layer is still right; this one is not.
                 let other = Selection {
                     layers: Some(0..1),
-                    tokens: None,
+                    tokens: Tokens::All,
                 };
                 let want = data[..2 * 384 * tokens].to_vec();
                 assert_eq!(
@@ -298,7 +298,7 @@ fn changed_bytes_on_nvme_are_a_miss_whichever_way_they_are_read() {
                 let layer = layer as u32;
                 let bad = Selection {
                     layers: Some(layer..layer + 1),
-                    tokens: Some(0..1),
+                    tokens: Tokens::Range(0..1),
                 };
                 assert_eq!(
                     get_part(&store, &ns, &key(1), 2 * 384, &bad),

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use kvtier_core::error::Kind;
-use kvtier_core::layout::Selection;
+use kvtier_core::layout::{Selection, Tokens};
 use kvtier_core::lease::Leased;
 use kvtier_core::put::Put;
 use kvtier_core::store::{Namespace, Store};
@@ -233,7 +233,7 @@ impl Run {
                 let token = token % all;
                 let selection = Selection {
                     layers: Some(layer as u32..layer as u32 + 1),
-                    tokens: Some(token as u32..all as u32),
+                    tokens: Tokens::Range(token as u32..all as u32),
                 };
                 let len = (all - token) * 384;
                 if let Some(got) = self.get(2, n, &selection, 2 * len) {

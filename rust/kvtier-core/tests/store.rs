@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use common::*;
 use kvtier_core::config::{Config, Memory, MemoryKind};
 use kvtier_core::error::Kind;
-use kvtier_core::layout::{Layer, Layout, Selection};
+use kvtier_core::layout::{Layer, Layout, Selection, Tokens};
 use kvtier_core::load::Miss;
 use kvtier_core::put::Put;
 use kvtier_core::store::{Namespace, Store};
@@ -24,7 +24,7 @@ fn what_is_put_is_read_back_whole_and_in_parts() {
         assert_eq!(get(&store, &ns, &key, data.len()), Ok(data.clone()));
         let selection = Selection {
             layers: Some(3..5),
-            tokens: Some(0..1),
+            tokens: Tokens::Range(0..1),
         };
         let want: Vec<u8> = (3..5)
             .flat_map(|layer| (0..2).map(move |plane| (layer * 2 + plane) * 384 * tokens))
@@ -67,7 +67,7 @@ fn bad_input_is_refused_and_loses_nothing() {
             10,
             &Selection {
                 layers: Some(0..3),
-                tokens: None,
+                tokens: Tokens::All,
             },
         )
         .unwrap_err(),
@@ -317,7 +317,7 @@ fn any_layout_of_mixed_layers_round_trips() {
     put(&store, &ns, &key(1), &data, None);
     let layer = Selection {
         layers: Some(1..2),
-        tokens: None,
+        tokens: Tokens::All,
     };
     assert_eq!(
         get_part(&store, &ns, &key(1), 576 * 64, &layer),

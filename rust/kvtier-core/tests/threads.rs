@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::*;
-use kvtier_core::layout::Selection;
+use kvtier_core::layout::{Selection, Tokens};
 use kvtier_core::put::{Block, Put};
 use kvtier_core::read::Out;
 use kvtier_core::store::{Namespace, Store};
@@ -165,7 +165,7 @@ impl Worker<'_> {
         }
         let selection = Selection {
             layers: Some(layer as u32..layer as u32 + 1),
-            tokens: Some(token as u32..token as u32 + 1),
+            tokens: Tokens::Range(token as u32..token as u32 + 1),
         };
         let out = self
             .buffers

@@ -10,7 +10,7 @@ use common::*;
 use kvtier_core::config::{Config, Memory, MemoryKind};
 use kvtier_core::error::Kind;
 use kvtier_core::index::half;
-use kvtier_core::layout::Selection;
+use kvtier_core::layout::{Selection, Tokens};
 use kvtier_core::load::Miss;
 use kvtier_core::put::Put;
 use kvtier_core::read::Out;
@@ -407,7 +407,7 @@ fn a_part_of_a_block_is_read_past_memory() {
     for (layer, from, to) in [(0..1, 0, 64), (29..30, 3, 9), (7..12, 63, 64)] {
         let selection = Selection {
             layers: Some(layer.start as u32..layer.end as u32),
-            tokens: Some(from as u32..to as u32),
+            tokens: Tokens::Range(from as u32..to as u32),
         };
         for (name, data) in &blocks {
             let want: Vec<u8> = (layer.start * 2..layer.end * 2)
@@ -426,7 +426,7 @@ fn a_part_of_a_block_is_read_past_memory() {
     );
     let all_tokens = Selection {
         layers: None,
-        tokens: Some(1..2),
+        tokens: Tokens::Range(1..2),
     };
     let part = get_part(&store, &ns, &key(0), layers * 2 * 384, &all_tokens).unwrap();
     assert!(
@@ -437,7 +437,7 @@ fn a_part_of_a_block_is_read_past_memory() {
     for (layers, tokens) in [(3..4, 5..5), (0..0, 0..1)] {
         let nothing = Selection {
             layers: Some(layers),
-            tokens: Some(tokens),
+            tokens: Tokens::Range(tokens),
         };
         assert_eq!(get_part(&store, &ns, &key(1), 0, &nothing), Ok(Vec::new()));
     }

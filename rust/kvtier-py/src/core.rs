@@ -26,7 +26,7 @@ use crate::lease::Lease;
 use crate::ops::{Completions, Finisher, Job, Operation, Outcome};
 use crate::progress::Progress;
 use crate::region::{Region, give_back};
-use crate::space::{Space, selection};
+use crate::space::{Selections, Space, selection};
 use crate::{codecs, log, report, tiers};
 
 /// How long a store that nobody closed may take to close.
@@ -373,17 +373,17 @@ impl Core {
         keys: Keys,
         outs: &Bound<'_, PyAny>,
         layers: Option<(u32, u32)>,
-        tokens: Option<(u32, u32)>,
+        tokens: &Bound<'_, PyAny>,
         timeout: Seconds,
     ) -> PyResult<Vec<u8>> {
         let views = views(space, outs, true)?;
         let until = timeout.until(py)?;
-        let part = selection(layers, tokens);
+        let parts = Selections::new(space, keys.len(), layers, tokens)?;
         let targets = targets(py, &views)?;
         let names = slices(&keys); // the keys themselves are dropped attached
         let gots = self.run(py, move |store| {
             // SAFETY: the views keep the caller's memory until after the call.
-            unsafe { store.get_into(&space.ns, &names, &targets, &part, until) }
+            unsafe { store.get_each_into(&space.ns, &names, &targets, &parts.all(), until) }
         })?;
         Ok(gots.into_iter().map(got_code).collect())
     }
@@ -618,19 +618,19 @@ impl Core {
         keys: Keys,
         outs: &Bound<'_, PyAny>,
         layers: Option<(u32, u32)>,
-        tokens: Option<(u32, u32)>,
+        tokens: &Bound<'_, PyAny>,
         timeout: Seconds,
         to: &Completions,
         token: u64,
     ) -> PyResult<Operation> {
         let views = views(space, outs, true)?;
         let until = timeout.until(py)?;
-        let part = selection(layers, tokens);
+        let parts = Selections::new(space, keys.len(), layers, tokens)?;
         let targets = targets(py, &views)?;
         let started = Operation::start(views, to, token, Outcome::Gots);
         self.start_reading(py, space, &keys, until, started, move |store, ns, keys| {
             // SAFETY: the operation keeps the caller's buffers until it has finished.
-            unsafe { store.get_into(ns, keys, &targets, &part, until) }
+            unsafe { store.get_each_into(ns, keys, &targets, &parts.all(), until) }
         })
     }
 

@@ -1,7 +1,7 @@
 //! A namespace as Python hands it to every verb: digest, layout, and what arrays must look like.
 
 use kvtier_core::key;
-use kvtier_core::layout::{Layer, Layout, Selection};
+use kvtier_core::layout::{Layer, Layout, Selection, Tokens};
 use kvtier_core::store::Namespace;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -104,7 +104,60 @@ impl Space {
 pub fn selection(layers: Option<(u32, u32)>, tokens: Option<(u32, u32)>) -> Selection {
     Selection {
         layers: layers.map(|(from, to)| from..to),
-        tokens: tokens.map(|(from, to)| from..to),
+        tokens: tokens.map_or(Tokens::All, |(from, to)| Tokens::Range(from..to)),
+    }
+}
+
+/// The parts of several blocks.
+pub struct Selections(Vec<Selection>);
+
+impl Selections {
+    /// What Python asks for: of `tokens` the same pair for all blocks, or a buffer with one byte
+    /// for each token of each block, not 0 for those that are wanted.
+    pub fn new(
+        space: &Space,
+        keys: usize,
+        layers: Option<(u32, u32)>,
+        tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        if let Ok(tokens) = tokens.extract() {
+            return Ok(Selections(vec![selection(layers, tokens)]));
+        }
+        let (flags, each) = (
+            View::raw(tokens, false)?,
+            space.ns.layout.block_tokens() as usize,
+        );
+        if flags.len() != keys * each || each == 0 {
+            return Err(raise(
+                tokens.py(),
+                "InvalidBlockError",
+                format!(
+                    "flags of {} tokens were given for {keys} blocks of {each}; give bool[keys, block_tokens]",
+                    flags.len()
+                ),
+            ));
+        }
+        let of_block = |flags: &[u8]| {
+            let mut ranges: Vec<std::ops::Range<u32>> = Vec::new();
+            for (t, _) in (0..).zip(flags).filter(|&(_, &flag)| flag != 0) {
+                match ranges.last_mut() {
+                    Some(last) if last.end == t => last.end += 1,
+                    _ => ranges.push(t..t + 1),
+                }
+            }
+            Selection {
+                tokens: Tokens::Only(ranges),
+                ..selection(layers, None)
+            }
+        };
+        Ok(Selections(
+            flags.bytes().chunks_exact(each).map(of_block).collect(),
+        ))
+    }
+
+    /// One for all of them, or one a key.
+    pub fn all(&self) -> Vec<&Selection> {
+        self.0.iter().collect()
     }
 }
 
