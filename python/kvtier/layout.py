@@ -405,17 +405,18 @@ def span_of(what: Literal["layers", "tokens"], span: Span) -> tuple[int, int] | 
     return first, last
 
 
-def tokens_of(tokens: Picks, blocks: int, layout: KVLayout) -> tuple[int, int] | NDArray[np.bool_] | None:
-    """The ends of a span of tokens, or flags of the tokens of each of ``blocks`` blocks.
+def tokens_of(tokens: Picks, layout: KVLayout) -> tuple[int, int] | NDArray[np.bool_] | None:
+    """The ends of a span of tokens, or flags of the tokens of each of several blocks.
 
     Raises:
-        InvalidBlockError: where it is neither. Whether a block has them is not looked at.
+        InvalidBlockError: where it is neither. Whether a block has them, and how many blocks there are, is not looked at.
     """
     if not isinstance(tokens, np.ndarray):
         return span_of("tokens", tokens)
-    if tokens.dtype != np.bool_ or tokens.shape != (blocks, layout.block_tokens) or layout.kind == "opaque":
+    fits = tokens.dtype == np.bool_ and tokens.ndim == 2 and tokens.shape[1] == layout.block_tokens
+    if not fits or layout.kind == "opaque":
         allowed = "None: an opaque block has no tokens"
         if layout.kind != "opaque":
-            allowed = f"bool[{blocks}, {layout.block_tokens}], one row a key, or a range"
+            allowed = f"bool[keys, {layout.block_tokens}], or a range"
         raise InvalidBlockError(f"tokens={tokens.dtype}{list(tokens.shape)} was given; allowed is {allowed}")
     return np.ascontiguousarray(tokens)

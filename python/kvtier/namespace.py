@@ -324,7 +324,7 @@ class Namespace:
         Raises:
             UnsupportedError: for tokens of each block's own and arrays on a device.
         """
-        some, picked = span_of("layers", layers), tokens_of(tokens, len(keys), self.layout)
+        some, picked = span_of("layers", layers), tokens_of(tokens, self.layout)
         if self._hbm is not None:
             outs = list(outs)
             if (arrays := self._hbm.arrays(outs, self.layout)) is not None:
@@ -369,7 +369,7 @@ class Namespace:
                 return await asyncio.to_thread(
                     self.get_into, keys, outs, layers=layers, tokens=tokens, timeout=timeout, stream=stream
                 )
-        some, picked = span_of("layers", layers), tokens_of(tokens, len(keys), self.layout)
+        some, picked = span_of("layers", layers), tokens_of(tokens, self.layout)
         codes = await aio.operation(
             lambda to, token: self._core.start_get_into(self._space, keys, outs, some, picked, timeout, to, token)
         )
