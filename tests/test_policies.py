@@ -53,7 +53,7 @@ class Tier:
             return
         if self.chains and above is not None and above not in self.here:
             return
-        self.policy.admit(block, above)
+        self.policy.admit(block, block, above)
         if self.model:
             self.model.admit(block)
         if len(self.here) == CAPACITY and not self.make_room({above} if above is not None else set()):
@@ -137,7 +137,7 @@ def test_long_patterns_never_pass_capacity(name: str, pattern: str) -> None:
         if block in here:
             policy.hit(block)
             continue
-        if not policy.admit(block):
+        if not policy.admit(block, block):
             continue
         if len(here) == capacity:
             (victim,) = policy.victims(1, set())

@@ -14,7 +14,7 @@ use crate::order::Known;
 use crate::policy::Handle;
 use crate::shares::{Claim, Need, Search};
 use crate::space::Force;
-use crate::store::Inner;
+use crate::store::{ColdTier, Inner};
 use crate::write::{Sent, Why};
 
 /// How long a slot's new use waits for the record that frees it.
@@ -34,6 +34,22 @@ pub(crate) enum Room {
     Spare,
     /// Whatever is coldest.
     Coldest,
+}
+
+impl ColdTier {
+    fn ahead(&self) -> u64 {
+        AHEAD.min(self.tier.capacity_pages() / AHEAD_PART)
+    }
+
+    /// Pages that are free, or will be.
+    fn ready(&self) -> u64 {
+        self.tier.free_pages() + self.tier.free_soon_pages()
+    }
+
+    /// Is it far from full: further than what leaves it at a time brings it?
+    pub(crate) fn has_room(&self) -> bool {
+        self.ready() >= 2 * self.ahead()
+    }
 }
 
 impl Inner {
@@ -63,10 +79,9 @@ impl Inner {
                 return None;
             }
         };
-        let ahead = AHEAD.min(cold.tier.capacity_pages() / AHEAD_PART);
+        let ahead = cold.ahead();
         for _ in 0..256 {
-            let ready = cold.tier.free_pages() + cold.tier.free_soon_pages();
-            if room == Room::Coldest && ready < ahead {
+            if room == Room::Coldest && cold.ready() < ahead {
                 self.evict_coldest((ahead / 2) as u32, usize::MAX, room, Need::Tier);
             }
             if let Some(slot) = cold.tier.reserve(pages) {

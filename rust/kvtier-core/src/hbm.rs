@@ -316,11 +316,12 @@ impl Store {
         let mut order = inner.order.lock();
         order.shares.count_reads(ns.tag(), used.len(), 0);
         for (h, below) in used.into_iter().rev() {
-            if !take {
+            if take {
+                order.shares.on_hit(below, h);
+            } else {
                 order.shares.on_hit(inner.tiers(), h);
+                order.shares.on_hit_above(below, h);
             }
-            // The copy below must not grow old while this one is used.
-            order.shares.on_hit(below, h);
         }
         Ok(places)
     }

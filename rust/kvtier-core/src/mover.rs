@@ -459,7 +459,8 @@ impl Inner {
                 drop(shard);
                 return self.remove_tree(known) > 0;
             }
-            if entry.is_beside(tier) || !self.can_demote(tier, entry) {
+            let beside = entry.is_beside(tier) || !self.can_demote(tier, entry);
+            if beside || self.is_refused_below(tier, h, entry) {
                 drop(shard);
                 return self.give_up(tier, h, force);
             }

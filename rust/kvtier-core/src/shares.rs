@@ -187,8 +187,8 @@ impl Shares {
     }
 
     fn add_group(&mut self) -> Result<()> {
-        let policy = |tier: &Tier| policy::in_chains(&self.policy, tier.size);
-        let policies = self.tiers.iter().map(policy).collect::<Result<Vec<_>>>()?;
+        let sizes: Vec<u64> = self.tiers.iter().map(|tier| tier.size).collect();
+        let policies = policy::in_chains(&self.policy, &sizes)?;
         for (tier, policy) in self.tiers.iter_mut().zip(policies) {
             self.memory += size_of::<Part>() + policy.memory_bytes();
             tier.add_group(policy);
@@ -325,6 +325,17 @@ impl Shares {
         self.tiers[tier].touch(group);
     }
 
+    /// A block of this namespace could come to a full tier. Is it worth more than what would leave?
+    /// Where that would be another's, it counts as worth it: whose blocks leave is decided first.
+    pub(crate) fn admits(&mut self, tier: usize, h: Handle, tag: u64, meta: &Meta) -> bool {
+        if !self.is_next(tier, tag, Need::Block(tag)) {
+            return true;
+        }
+        let (group, place) = self.seat(h);
+        let meta = self.translated(group, meta);
+        self.tiers[tier].parts[group].policy.admit(place, &meta)
+    }
+
     /// It left the tier, in which it took so many pages.
     pub(crate) fn leave(&mut self, tier: usize, h: Handle, tag: u64, pages: u32) {
         let (group, place) = self.seat(h);
@@ -341,6 +352,13 @@ impl Shares {
     pub(crate) fn on_hit(&mut self, tier: usize, h: Handle) {
         let (group, place) = self.seat(h);
         self.tiers[tier].parts[group].policy.on_hit(place);
+        self.tiers[tier].touch(group);
+    }
+
+    /// A block was used in a faster tier, which was told; see [`Policy::on_hit_above`].
+    pub(crate) fn on_hit_above(&mut self, tier: usize, h: Handle) {
+        let (group, place) = self.seat(h);
+        self.tiers[tier].parts[group].policy.on_hit_above(place);
         self.tiers[tier].touch(group);
     }
 

@@ -13,7 +13,7 @@ use crate::error::{Error, Kind, Result};
 use crate::hbm;
 use crate::index::{Entry, NOWHERE, Shard};
 use crate::order::{Known, Order};
-use crate::policy::Handle;
+use crate::policy::{Handle, Meta};
 use crate::shares::{Claim, Need, Search};
 use crate::stats::TierStats;
 use crate::store::Inner;
@@ -602,17 +602,18 @@ impl Inner {
     /// Tells the policy of a tier that a block of its arrived there.
     pub(crate) fn insert_order(&self, tier: usize, h: Handle, entry: &Entry) {
         let mut order = self.order.lock();
-        let meta = order.meta(
-            h,
-            entry.fingerprint(),
-            match entry.cold() {
-                _ if tier == self.tiers() => hbm::pages(entry.shape),
-                Some(cold) if tier == self.memory.len() => cold.slot.pages,
-                _ => entry.shape.pages(),
-            },
-            entry.importance,
-        );
+        let meta = self.meta(&order, tier, h, entry);
         order.shares.enter(tier, h, entry.namespace, &meta);
+    }
+
+    /// What a tier's policy is told of a block.
+    pub(crate) fn meta(&self, order: &Order, tier: usize, h: Handle, entry: &Entry) -> Meta {
+        let pages = match entry.cold() {
+            _ if tier == self.tiers() => hbm::pages(entry.shape),
+            Some(cold) if tier == self.memory.len() => cold.slot.pages,
+            _ => entry.shape.pages(),
+        };
+        order.meta(h, entry.fingerprint(), pages, entry.importance)
     }
 
     /// Takes an entry without children out of the store, wherever it lies. Slots that are held are

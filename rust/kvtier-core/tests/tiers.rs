@@ -708,3 +708,32 @@ fn a_loop_over_more_than_memory_holds_is_served_by_all_of_it_under_auto() {
     assert!(found * 10 >= blocks * 8, "{found}, with {blocks} there");
     assert_eq!(in_turn("lru-leaf").0, 0);
 }
+
+#[test]
+fn what_never_comes_back_is_not_written_over_what_does() {
+    const SIZE: usize = 16_000;
+    const USED: u64 = 400;
+    let run = |policy: &str| {
+        let ns = opaque(b"once");
+        let store = over(4 << 20, RamDevice::new(8 << 20), |config| {
+            config.policy = policy.into();
+        });
+        let (mut found, steps) = (0, 8 * USED);
+        for n in 0..steps {
+            // In turn what is used again, and what is not; together they are more than both tiers hold.
+            let used = key(n % USED);
+            let out = get_all(&store, &ns, &[(used, bytes(n % USED, SIZE))]);
+            match out[0] {
+                Ok(_) => found += 1,
+                Err(_) => drop(put(&store, &ns, &used, &bytes(n % USED, SIZE), None)),
+            }
+            let once = USED + n;
+            put(&store, &ns, &key(once), &bytes(once, SIZE), None);
+        }
+        audit(&store);
+        (found, count(&store, "nvme", "writes"), steps)
+    };
+    let (auto, lru) = (run("auto"), run("lru-leaf"));
+    assert!(auto.0 * 2 > auto.2, "{auto:?} and {lru:?}");
+    assert!(auto.1 * 2 < lru.1, "{auto:?} and {lru:?}");
+}

@@ -23,14 +23,22 @@ impl Policy {
     }
 
     /// Would this block be let in?
-    #[pyo3(signature = (fingerprint, parent=None, pages=1, importance=0.0))]
-    fn admit(&self, fingerprint: u64, parent: Option<Handle>, pages: u32, importance: f32) -> bool {
-        self.inner.lock().admit(&Meta {
+    #[pyo3(signature = (block, fingerprint, parent=None, pages=1, importance=0.0))]
+    fn admit(
+        &self,
+        block: Handle,
+        fingerprint: u64,
+        parent: Option<Handle>,
+        pages: u32,
+        importance: f32,
+    ) -> bool {
+        let meta = Meta {
             parent,
             fingerprint,
             pages,
             importance,
-        })
+        };
+        self.inner.lock().admit(block, &meta)
     }
 
     /// A block arrived.

@@ -16,8 +16,8 @@ struct Tier {
 
 impl Tier {
     /// Is a block worth what it would push out, if anything?
-    fn admits(&mut self, meta: &Meta) -> bool {
-        self.used < self.capacity || self.policy.admit(meta)
+    fn admits(&mut self, block: Handle, meta: &Meta) -> bool {
+        self.used < self.capacity || self.policy.admit(block, meta)
     }
 }
 
@@ -56,16 +56,16 @@ impl<'a> Tiers<'a> {
         capacities: &[usize],
         budget: Option<f64>,
     ) -> Result<Self> {
-        let tiers = capacities.iter().map(|&capacity| {
-            Ok(Tier {
-                policy: policy::by_name(name, capacity as u64)?,
-                used: 0,
-                capacity,
-            })
+        let sizes: Vec<u64> = capacities.iter().map(|&capacity| capacity as u64).collect();
+        let policies = policy::for_tiers(name, &sizes)?.into_iter();
+        let tiers = policies.zip(capacities).map(|(policy, &capacity)| Tier {
+            policy,
+            used: 0,
+            capacity,
         });
         Ok(Tiers {
             trace,
-            tiers: tiers.collect::<Result<_>>()?,
+            tiers: tiers.collect(),
             place: vec![NOWHERE; trace.unique()],
             followers: vec![0; trace.unique()],
             chained: policy::keeps_chains(name),
@@ -99,29 +99,36 @@ impl<'a> Tiers<'a> {
     /// A request uses a block: it is there and moves to the first tier, unless that refuses it; or
     /// it is computed and put there.
     pub(crate) fn touch(&mut self, block: Handle) {
-        let parent = self.trace.parent(block);
         match self.tier_of(block) {
             Some(0) => self.tiers[0].policy.on_hit(block),
             Some(tier) => {
+                self.tiers[tier].policy.on_hit(block);
                 let meta = self.meta(block);
-                if !self.tiers[0].admits(&meta) {
-                    self.tiers[tier].policy.on_hit(block);
-                    return;
-                }
-                self.leave(tier, block);
-                if !self.arrive(0, block, parent) {
-                    if self.is_orphan(block) {
-                        self.drop_followers(block);
-                    } else {
-                        self.enter(tier, block); // its place there is still free
-                    }
+                if self.tiers[0].admits(block, &meta) {
+                    self.raise(tier, block, &meta);
                 }
             }
             None => {
                 if !self.is_orphan(block) {
-                    self.offer(0, block, parent);
+                    let meta = self.meta(block);
+                    if !self.offer(0, block, meta.parent) {
+                        self.tiers[0].policy.on_refuse(&meta);
+                    }
                 }
             }
+        }
+    }
+
+    /// Brings a block to the first tier, if that can make room; what leaves there may take its place.
+    fn raise(&mut self, tier: usize, block: Handle, meta: &Meta) {
+        self.vacate(tier, block);
+        if self.arrive(0, block, meta.parent) {
+            self.tiers[tier].policy.on_remove(block);
+        } else if self.is_orphan(block) {
+            self.tiers[tier].policy.on_remove(block);
+            self.drop_followers(block);
+        } else {
+            self.occupy(tier, block); // its place there is still free
         }
     }
 
@@ -156,20 +163,21 @@ impl<'a> Tiers<'a> {
         }
     }
 
-    /// Lets a block into the first tier from `tier` on that takes it; else it is in none.
-    fn offer(&mut self, tier: usize, block: Handle, needed: Option<Handle>) {
+    /// Lets a block into the first tier from `tier` on that takes it. False: none does.
+    fn offer(&mut self, tier: usize, block: Handle, needed: Option<Handle>) -> bool {
         for tier in tier..self.tiers.len() {
             // What blocks below depend on goes with them, if it can be afforded.
             let depended = self.chained && self.followers[block as usize] > 0;
             let meta = self.meta(block);
-            let wanted = depended || self.tiers[tier].admits(&meta);
+            let wanted = depended || self.tiers[tier].admits(block, &meta);
             if wanted && self.can_write(tier) && self.arrive(tier, block, needed) {
-                return;
+                return true;
             }
         }
         if self.chained {
             self.drop_followers(block);
         }
+        false
     }
 
     /// Is a write to this tier within the budget? Counts it.
@@ -199,10 +207,11 @@ impl<'a> Tiers<'a> {
             let Some(victim) = victim else {
                 return false;
             };
-            self.leave(tier, victim);
+            self.vacate(tier, victim);
             if !last {
                 self.offer(tier + 1, victim, needed);
             }
+            self.tiers[tier].policy.on_remove(victim);
             if self.is_orphan(block) {
                 return false; // its parent went with what left
             }
@@ -217,15 +226,24 @@ impl<'a> Tiers<'a> {
     fn enter(&mut self, tier: usize, block: Handle) {
         let meta = self.meta(block);
         self.tiers[tier].policy.on_insert(block, &meta);
+        self.occupy(tier, block);
+    }
+
+    fn leave(&mut self, tier: usize, block: Handle) {
+        self.vacate(tier, block);
+        self.tiers[tier].policy.on_remove(block);
+    }
+
+    fn occupy(&mut self, tier: usize, block: Handle) {
         self.tiers[tier].used += 1;
         self.place[block as usize] = tier as u8;
-        if let Some(parent) = meta.parent {
+        if let Some(parent) = self.trace.parent(block) {
             self.followers[parent as usize] += 1;
         }
     }
 
-    fn leave(&mut self, tier: usize, block: Handle) {
-        self.tiers[tier].policy.on_remove(block);
+    /// A block's place is free, but the tier's policy knows it until it has another.
+    fn vacate(&mut self, tier: usize, block: Handle) {
         self.tiers[tier].used -= 1;
         self.place[block as usize] = NOWHERE;
         if let Some(parent) = self.trace.parent(block) {

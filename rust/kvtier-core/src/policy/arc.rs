@@ -22,8 +22,8 @@ pub struct Arc {
     target: f64,
     /// The most blocks there ever were: what the tier holds.
     capacity: usize,
-    /// The block that is about to arrive was here and was used often.
-    returning: bool,
+    /// The block that is about to arrive, and whether it was here and was used often.
+    expected: Option<(u64, bool)>,
 }
 
 impl Arc {
@@ -34,28 +34,36 @@ impl Arc {
         self.once += usize::from(list == ONCE);
         self.queue.put(block, list);
     }
+
+    /// Shifts room for a block that arrives. Says whether it was here and was used often.
+    fn adapt(&mut self, fingerprint: u64) -> bool {
+        let (once, often) = (self.gone_once.len() as f64, self.gone_often.len() as f64);
+        if self.gone_once.contains(fingerprint) {
+            self.target = (self.target + (often / once).max(1.0)).min(self.capacity as f64);
+        } else if self.gone_often.contains(fingerprint) {
+            self.target = (self.target - (once / often).max(1.0)).max(0.0);
+            return true;
+        }
+        false
+    }
 }
 
 impl Policy for Arc {
-    fn admit(&mut self, meta: &Meta) -> bool {
-        let (once, often) = (self.gone_once.len() as f64, self.gone_often.len() as f64);
-        self.returning = false;
-        if self.gone_once.contains(meta.fingerprint) {
-            self.target = (self.target + (often / once).max(1.0)).min(self.capacity as f64);
-        } else if self.gone_often.contains(meta.fingerprint) {
-            self.target = (self.target - (once / often).max(1.0)).max(0.0);
-            self.returning = true;
-        }
+    fn admit(&mut self, _block: Handle, meta: &Meta) -> bool {
+        self.expected = Some((meta.fingerprint, self.adapt(meta.fingerprint)));
         true
     }
 
     fn on_insert(&mut self, block: Handle, meta: &Meta) {
         grow(&mut self.fingerprints, block as usize, 0);
         self.fingerprints[block as usize] = meta.fingerprint;
+        let expected = self.expected.take();
+        if expected.is_none_or(|(fingerprint, _)| fingerprint != meta.fingerprint) {
+            self.adapt(meta.fingerprint);
+        }
         let back =
             self.gone_once.remove(meta.fingerprint) | self.gone_often.remove(meta.fingerprint);
         self.place(block, if back { OFTEN } else { ONCE });
-        self.returning = false;
         self.capacity = self.capacity.max(self.queue.len());
         let rest = self.capacity.saturating_sub(self.once);
         self.gone_once.limit(rest);
@@ -85,8 +93,8 @@ impl Policy for Arc {
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
         self.queue.ask_again(eligible);
         let once = self.once as f64;
-        let take_once =
-            self.once > 0 && (once > self.target || (self.returning && once == self.target));
+        let returning = self.expected.is_some_and(|(_, returning)| returning);
+        let take_once = self.once > 0 && (once > self.target || (returning && once == self.target));
         let first = if take_once { ONCE } else { OFTEN };
         let found = self.queue.find((first, 0), eligible);
         match found {

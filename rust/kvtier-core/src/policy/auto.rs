@@ -1,40 +1,32 @@
 //! `auto`: learns how soon blocks come back, and keeps those that earn most hits for their time.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
-use super::departed::{Departed, Memory};
+use super::learned::{Learned, TIERS};
 use super::paged::Paged;
-use super::reuse::{AGES, CLASSES, Reuse, age_begin, age_of, class_of, gap_of};
+use super::reuse::{AGES, CLASSES};
 use super::{Handle, Meta, Policy};
+use crate::sync::Mutex;
 
 const NIL: u32 = u32::MAX;
 const NOWHERE: u16 = u16::MAX;
-/// Touches in one tick of the clock.
-const TICK: u64 = 16;
 /// A block is let in if it is worth more than this share of what is worth least: what is new was
 /// asked for just now, and what it would push out may never be.
 const MARGIN: f32 = 0.9;
+/// The same of a block that another tier holds: for little more a move does not pay.
+const MOVE: f32 = 1.25;
 /// Blocks that one search passes at most because they are not eligible.
 const PATIENCE: usize = 1024;
-/// Blocks that left are remembered: two for each that is here, and at least so many.
-const REMEMBERED: usize = 1 << 14;
-/// Blocks that one look at what is worth least moves to the lists of their age at most.
+/// Blocks that one look at what is worth least moves to the lists where they belong at most.
 const STALE: usize = 64;
 
 #[derive(Clone, Copy, Debug)]
 struct Node {
-    hash: u32,
     prev: u32,
     next: u32,
-    parent: u32,
-    /// When it was last used, in ticks.
-    touched: u32,
-    /// The session's turn in which it came, and how often it was used since.
-    turn: u8,
-    hits: u8,
     /// Class and age: the list it is in.
     cell: u16,
-    gap: u8,
     flags: u8,
 }
 
@@ -42,21 +34,11 @@ const HERE: u8 = 1;
 const HELD: u8 = 2;
 const PASSED: u8 = 4;
 const QUEUED: u8 = 8;
-/// A block follows it, or did.
-const CONTINUED: u8 = 16;
-/// Of the blocks that follow it, one was itself continued: whatever follows it next is a new branch.
-const SHARED: u8 = 32;
 
 const ABSENT: Node = Node {
-    hash: 0,
     prev: NIL,
     next: NIL,
-    parent: NIL,
-    touched: 0,
-    turn: 0,
-    hits: 0,
     cell: NOWHERE,
-    gap: 0,
     flags: 0,
 };
 
@@ -65,19 +47,16 @@ fn is_ready(node: &Node) -> bool {
     node.flags & HERE != 0 && node.flags & (HELD | PASSED) == 0
 }
 
-/// Spreads what an owner numbered in order, and is near enough to a name.
-fn hash_of(fingerprint: u64) -> u32 {
-    (fingerprint.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32
-}
-
 /// The lists of one class.
 #[derive(Clone, Copy, Debug)]
 struct Class {
     /// A bit for each age whose list has blocks.
     filled: u64,
-    /// The age whose list is worth least, and what it is worth; meaningless if `stale`.
+    /// The age whose list is worth least, and what it is worth, as of this version of what is
+    /// learned; meaningless if `stale`.
     age: usize,
     worth: f32,
+    version: u32,
     stale: bool,
 }
 
@@ -87,6 +66,7 @@ impl Default for Class {
             filled: 0,
             age: 0,
             worth: f32::INFINITY,
+            version: 0,
             stale: false,
         }
     }
@@ -94,61 +74,90 @@ impl Default for Class {
 
 /// Blocks of the same class and age are in one list; the list whose blocks are worth least gives the
 /// victim. The class is what is known of a block: the session's turn, the time since the turn
-/// before, and whether another block ever followed it. [`Reuse`] says what that is worth.
+/// before, and whether another block ever followed it. [`Learned`] says what that is worth, and is
+/// one for the tiers above one another: what is learned in one is known in all.
 #[derive(Debug)]
 pub struct Auto {
+    tier: usize,
+    shared: Arc<Mutex<Shared>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    learned: Learned,
+    tiers: Vec<Lists>,
+}
+
+/// What one tier holds. A block that grew older, or that another followed, is moved to the list where
+/// it belongs when it comes to the front of the one where it is.
+#[derive(Debug)]
+struct Lists {
     nodes: Paged<Node>,
     /// Oldest and newest of each list.
     ends: Vec<(u32, u32)>,
     classes: Vec<Class>,
-    departed: Memory,
     /// Blocks that a search had to pass, and blocks that stayed when they were named.
     passed: VecDeque<Handle>,
     deferred: VecDeque<Handle>,
-    reuse: Reuse,
-    touches: u64,
     searches: u64,
     sweep: usize,
     len: usize,
-}
-
-impl Default for Auto {
-    fn default() -> Self {
-        Auto::new()
-    }
+    /// Bytes of what is learned that this tier counts.
+    learned_bytes: usize,
 }
 
 impl Auto {
-    /// Nothing is here yet.
-    pub fn new() -> Self {
-        Auto {
+    /// Policies of so many tiers above one another; nothing is here yet.
+    pub fn of_tiers(tiers: usize) -> Vec<Self> {
+        debug_assert!(tiers <= TIERS);
+        let mut shared = Shared {
+            learned: Learned::default(),
+            tiers: (0..tiers).map(|_| Lists::default()).collect(),
+        };
+        if let Some(first) = shared.tiers.first_mut() {
+            first.learned_bytes = shared.learned.growth();
+        }
+        let shared = Arc::new(Mutex::new(shared));
+        let policy = |tier| Auto {
+            tier,
+            shared: shared.clone(),
+        };
+        (0..tiers).map(policy).collect()
+    }
+
+    /// Does something with what is learned, and with this tier's lists.
+    fn with<T>(&self, act: impl FnOnce(&mut Learned, &mut Lists) -> T) -> T {
+        let mut shared = self.shared.lock();
+        let Shared { learned, tiers } = &mut *shared;
+        act(learned, &mut tiers[self.tier])
+    }
+}
+
+impl Default for Lists {
+    fn default() -> Self {
+        Lists {
             nodes: Paged::new(ABSENT),
             ends: vec![(NIL, NIL); CLASSES * AGES],
             classes: vec![Class::default(); CLASSES],
-            departed: Memory::default(),
             passed: VecDeque::new(),
             deferred: VecDeque::new(),
-            reuse: Reuse::default(),
-            touches: 0,
             searches: 0,
             sweep: 0,
             len: 0,
+            learned_bytes: 0,
         }
     }
+}
 
-    fn now(&self) -> u32 {
-        (self.touches / TICK) as u32
+impl Lists {
+    fn is_here(&self, block: Handle) -> bool {
+        self.nodes
+            .get(block as usize)
+            .is_some_and(|node| node.flags & HERE != 0)
     }
 
-    fn class(&self, node: &Node) -> usize {
-        let generation = u32::from(node.turn) + u32::from(node.hits);
-        class_of(generation, node.gap, node.flags & CONTINUED != 0)
-    }
-
-    fn link(&mut self, block: Handle) {
-        let node = self.nodes[block as usize];
-        let age = age_of(self.now().wrapping_sub(node.touched));
-        let cell = self.class(&node) * AGES + age;
+    fn link(&mut self, learned: &Learned, block: Handle) {
+        let cell = learned.cell(block);
         let newest = self.ends[cell].1;
         let node = &mut self.nodes[block as usize];
         (node.prev, node.next, node.cell) = (newest, NIL, cell as u16);
@@ -158,10 +167,10 @@ impl Auto {
         }
         self.ends[cell].1 = block;
         let class = &mut self.classes[cell / AGES];
-        class.filled |= 1 << age;
-        let worth = self.reuse.worth(cell);
+        class.filled |= 1 << (cell % AGES);
+        let worth = learned.worth(cell);
         if worth < class.worth {
-            (class.age, class.worth) = (age, worth);
+            (class.age, class.worth) = (cell % AGES, worth);
         }
     }
 
@@ -188,15 +197,15 @@ impl Auto {
     }
 
     /// Puts a block in the list where it belongs now, if it may be named.
-    fn place(&mut self, block: Handle) {
+    fn place(&mut self, learned: &Learned, block: Handle) {
         self.unlink(block);
         if is_ready(&self.nodes[block as usize]) {
-            self.link(block);
+            self.link(learned, block);
         }
     }
 
     /// Moves blocks that grew older to the list of their age: a few of each list of a few classes.
-    fn age(&mut self) {
+    fn age(&mut self, learned: &Learned) {
         for _ in 0..4 {
             self.sweep = (self.sweep + 1) % CLASSES;
             let mut ages = self.classes[self.sweep].filled;
@@ -205,33 +214,28 @@ impl Auto {
                 ages &= ages - 1;
                 for _ in 0..4 {
                     let oldest = self.ends[cell].0;
-                    if oldest == NIL || !self.is_older(oldest, cell) {
+                    if oldest == NIL || learned.cell(oldest) == cell {
                         break;
                     }
-                    self.place(oldest);
+                    self.place(learned, oldest);
                 }
             }
         }
     }
 
-    fn is_older(&self, block: Handle, cell: usize) -> bool {
-        let age = cell % AGES;
-        age + 1 < AGES
-            && self.now().wrapping_sub(self.nodes[block as usize].touched) >= age_begin(age + 1)
-    }
-
     /// The list whose blocks are worth least, and what they are worth.
-    fn cheapest(&mut self) -> Option<(usize, f32)> {
+    fn cheapest(&mut self, learned: &Learned) -> Option<(usize, f32)> {
         let (mut cell, mut least) = (0, f32::INFINITY);
         for (number, class) in self.classes.iter_mut().enumerate() {
-            if class.stale {
-                class.stale = false;
+            let version = learned.version(number);
+            if class.stale || class.version != version {
+                (class.stale, class.version) = (false, version);
                 class.worth = f32::INFINITY;
                 let mut ages = class.filled;
                 while ages != 0 {
                     let age = ages.trailing_zeros() as usize;
                     ages &= ages - 1;
-                    let worth = self.reuse.worth(number * AGES + age);
+                    let worth = learned.worth(number * AGES + age);
                     if worth < class.worth {
                         (class.age, class.worth) = (age, worth);
                     }
@@ -244,18 +248,18 @@ impl Auto {
         least.is_finite().then_some((cell, least))
     }
 
-    /// As [`Auto::cheapest`], with a block in front that is as old as the list says. Where very many
-    /// grew older since the last search, one that is not in its list will do.
-    fn least(&mut self) -> Option<(usize, f32)> {
+    /// As [`Lists::cheapest`], with a block in front that belongs there. Where very many do not
+    /// since the last search, one that does not will do.
+    fn least(&mut self, learned: &Learned) -> Option<(usize, f32)> {
         for _ in 0..STALE {
-            let (cell, _) = self.cheapest()?;
+            let (cell, _) = self.cheapest(learned)?;
             let oldest = self.ends[cell].0;
-            if !self.is_older(oldest, cell) {
+            if learned.cell(oldest) == cell {
                 break;
             }
-            self.place(oldest);
+            self.place(learned, oldest);
         }
-        self.cheapest()
+        self.cheapest(learned)
     }
 
     /// Takes a block that cannot leave now out of the lists; it is asked again later.
@@ -272,144 +276,11 @@ impl Auto {
             }
         }
     }
-
-    /// Tells what is learned that a block was used.
-    fn learn(&mut self, node: &Node, class: usize) {
-        let now = self.now();
-        if let Some(changed) = self.reuse.touch(node.hash, class, now, self.len) {
-            self.classes[changed].stale = true;
-        }
-    }
-
-    fn remember(&mut self, node: &Node) {
-        let departed = Departed {
-            touched: node.touched,
-            generation: node.turn.saturating_add(node.hits),
-            flags: node.flags / CONTINUED,
-        };
-        let wanted = (2 * self.len).max(REMEMBERED);
-        self.departed.insert(node.hash, departed, wanted);
-    }
-
-    /// A block that arrives, as far as it is known.
-    fn arriving(&self, meta: &Meta) -> Node {
-        let now = self.now();
-        let mut node = Node {
-            hash: hash_of(meta.fingerprint),
-            parent: meta.parent.unwrap_or(NIL),
-            touched: now,
-            turn: 1,
-            flags: HERE,
-            ..ABSENT
-        };
-        if let Some(departed) = self.departed.get(node.hash) {
-            (node.turn, node.hits) = (departed.generation, 1);
-            node.gap = gap_of(Memory::since(now, departed.touched));
-            node.flags |= departed.flags * CONTINUED;
-        } else if let Some(parent) = meta.parent.and_then(|p| self.nodes.get(p as usize)) {
-            if parent.hits == 0 {
-                (node.turn, node.gap) = (parent.turn, parent.gap);
-            } else if parent.flags & SHARED == 0 {
-                node.turn = parent.turn.saturating_add(parent.hits);
-                node.gap = parent.gap;
-            }
-        }
-        node
-    }
-}
-
-impl Policy for Auto {
-    fn admit(&mut self, meta: &Meta) -> bool {
-        let mut node = self.arriving(meta);
-        node.flags |= CONTINUED;
-        let class = self.class(&node);
-        self.age();
-        let Some((_, least)) = self.least() else {
-            return true;
-        };
-        if self.reuse.worth(class * AGES) >= least * MARGIN {
-            return true;
-        }
-        self.touches += 1;
-        self.learn(&node, class);
-        self.remember(&node);
-        false
-    }
-
-    fn on_insert(&mut self, block: Handle, meta: &Meta) {
-        self.touches += 1;
-        self.nodes.reach(block as usize);
-        let held = self.nodes[block as usize].flags & QUEUED;
-        let mut node = self.arriving(meta);
-        node.flags |= held;
-        self.nodes[block as usize] = node;
-        self.len += 1;
-        self.learn(&node, self.class(&node));
-        self.place(block);
-        if let Some(parent) = meta.parent
-            && let Some(above) = self.nodes.get_mut(parent as usize)
-            && above.flags & CONTINUED == 0
-        {
-            above.flags |= CONTINUED;
-            let (above, above_that) = (*above, above.parent);
-            self.reuse.correct(above.hash, self.class(&above));
-            if let Some(shared) = self.nodes.get_mut(above_that as usize) {
-                shared.flags |= SHARED;
-            }
-        }
-    }
-
-    fn on_hit(&mut self, block: Handle) {
-        self.touches += 1;
-        let now = self.now();
-        let Some(node) = self.nodes.get_mut(block as usize) else {
-            return;
-        };
-        if node.flags & HERE == 0 {
-            return;
-        }
-        node.gap = gap_of(now.wrapping_sub(node.touched));
-        node.touched = now;
-        node.hits = node.hits.saturating_add(1);
-        node.flags &= !PASSED;
-        let node = *node;
-        self.learn(&node, self.class(&node));
-        self.place(block);
-    }
-
-    fn on_remove(&mut self, block: Handle) {
-        let Some(&node) = self.nodes.get(block as usize) else {
-            return;
-        };
-        if node.flags & HERE == 0 {
-            return;
-        }
-        self.unlink(block);
-        self.remember(&node);
-        self.nodes[block as usize].flags = node.flags & QUEUED;
-        self.len -= 1;
-    }
-
-    fn defer(&mut self, block: Handle) {
-        // Not a use: nothing is learned from it. It is set aside, so that others are named.
-        if self.nodes.get(block as usize).is_some_and(is_ready) {
-            self.set_aside(block, true);
-        }
-    }
-
-    fn hold(&mut self, block: Handle, held: bool) {
-        let Some(node) = self.nodes.get_mut(block as usize) else {
-            return;
-        };
-        if node.flags & HERE == 0 || (node.flags & HELD != 0) == held {
-            return;
-        }
-        // Whoever holds it answers for it: released, it may be named, whatever a search met before.
-        node.flags = (node.flags ^ HELD) & !PASSED;
-        self.place(block);
-    }
-
-    fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
+    fn victim(
+        &mut self,
+        learned: &Learned,
+        eligible: &mut dyn FnMut(Handle) -> bool,
+    ) -> Option<Handle> {
         let empty = self.classes.iter().all(|class| class.filled == 0);
         self.searches += 1;
         // What stayed when it was named is not named again until others were.
@@ -431,15 +302,15 @@ impl Policy for Auto {
                 }
                 if eligible(block) {
                     node.flags &= !PASSED;
-                    self.place(block);
+                    self.place(learned, block);
                 } else {
                     self.set_aside(block, late);
                 }
             }
         }
-        self.age();
+        self.age(learned);
         for _ in 0..PATIENCE {
-            let (cell, _) = self.least()?;
+            let (cell, _) = self.least(learned)?;
             let block = self.ends[cell].0;
             if eligible(block) {
                 return Some(block);
@@ -449,16 +320,109 @@ impl Policy for Auto {
         None
     }
 
+    fn memory_bytes(&self) -> usize {
+        self.learned_bytes
+            + self.nodes.memory_bytes()
+            + self.ends.capacity() * size_of::<(u32, u32)>()
+            + self.classes.capacity() * size_of::<Class>()
+            + (self.passed.capacity() + self.deferred.capacity()) * 4
+    }
+}
+
+impl Policy for Auto {
+    fn admit(&mut self, block: Handle, meta: &Meta) -> bool {
+        self.with(|learned, lists| {
+            lists.age(learned);
+            let Some((_, least)) = lists.least(learned) else {
+                return true;
+            };
+            let (cell, margin) = match learned.is_held(block) {
+                true => (learned.cell(block), MOVE),
+                false => (learned.cell_of(meta), MARGIN),
+            };
+            learned.worth(cell) >= least * margin
+        })
+    }
+
+    fn on_refuse(&mut self, meta: &Meta) {
+        self.with(|learned, _| learned.refuse(meta));
+    }
+
+    fn on_insert(&mut self, block: Handle, meta: &Meta) {
+        self.with(|learned, lists| {
+            learned.enter(self.tier, block, meta);
+            lists.nodes.reach(block as usize);
+            let node = &mut lists.nodes[block as usize];
+            node.flags = node.flags & QUEUED | HERE;
+            lists.len += 1;
+            lists.place(learned, block);
+            lists.learned_bytes += learned.growth();
+        });
+    }
+
+    fn on_hit(&mut self, block: Handle) {
+        let mut shared = self.shared.lock();
+        let Shared { learned, tiers } = &mut *shared;
+        if !tiers[self.tier].is_here(block) {
+            return;
+        }
+        let mut holders = learned.hit(block);
+        while holders != 0 {
+            let lists = &mut tiers[holders.trailing_zeros() as usize];
+            holders &= holders - 1;
+            lists.nodes[block as usize].flags &= !PASSED;
+            lists.place(learned, block);
+        }
+    }
+
+    /// All tiers know it already.
+    fn on_hit_above(&mut self, _block: Handle) {}
+
+    fn on_remove(&mut self, block: Handle) {
+        self.with(|learned, lists| {
+            if !lists.is_here(block) {
+                return;
+            }
+            learned.leave(self.tier, block);
+            lists.unlink(block);
+            lists.nodes[block as usize].flags &= QUEUED;
+            lists.len -= 1;
+            lists.learned_bytes += learned.growth();
+        });
+    }
+
+    fn defer(&mut self, block: Handle) {
+        // Not a use: nothing is learned from it. It is set aside, so that others are named.
+        self.with(|_, lists| {
+            if lists.nodes.get(block as usize).is_some_and(is_ready) {
+                lists.set_aside(block, true);
+            }
+        });
+    }
+
+    fn hold(&mut self, block: Handle, held: bool) {
+        self.with(|learned, lists| {
+            let Some(node) = lists.nodes.get_mut(block as usize) else {
+                return;
+            };
+            if node.flags & HERE == 0 || (node.flags & HELD != 0) == held {
+                return;
+            }
+            // Whoever holds it answers for it: released, it may be named, whatever a search met before.
+            node.flags = (node.flags ^ HELD) & !PASSED;
+            lists.place(learned, block);
+        });
+    }
+
+    fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
+        self.with(|learned, lists| lists.victim(learned, eligible))
+    }
+
     fn len(&self) -> usize {
-        self.len
+        self.with(|_, lists| lists.len)
     }
 
     fn memory_bytes(&self) -> usize {
-        self.nodes.memory_bytes()
-            + self.ends.capacity() * size_of::<(u32, u32)>()
-            + self.classes.capacity() * size_of::<Class>()
-            + self.departed.memory_bytes()
-            + (self.passed.capacity() + self.deferred.capacity()) * 4
-            + self.reuse.memory_bytes()
+        self.with(|_, lists| lists.memory_bytes())
     }
 }

@@ -52,8 +52,12 @@ impl<P: Policy> Leaf<P> {
 }
 
 impl<P: Policy> Policy for Leaf<P> {
-    fn admit(&mut self, meta: &Meta) -> bool {
-        self.inner.admit(meta)
+    fn admit(&mut self, block: Handle, meta: &Meta) -> bool {
+        self.inner.admit(block, meta)
+    }
+
+    fn on_refuse(&mut self, meta: &Meta) {
+        self.inner.on_refuse(meta);
     }
 
     fn on_insert(&mut self, block: Handle, meta: &Meta) {
@@ -70,6 +74,10 @@ impl<P: Policy> Policy for Leaf<P> {
 
     fn on_hit(&mut self, block: Handle) {
         self.inner.on_hit(block);
+    }
+
+    fn on_hit_above(&mut self, block: Handle) {
+        self.inner.on_hit_above(block);
     }
 
     fn on_remove(&mut self, block: Handle) {

@@ -11,6 +11,7 @@ mod frequency;
 mod ghosts;
 mod importance;
 mod leaf;
+mod learned;
 mod paged;
 mod queue;
 mod recency;
@@ -51,13 +52,20 @@ pub struct Meta {
 /// must pass are set aside and asked again a few at a time.
 pub trait Policy: Send {
     /// A block is about to arrive where it must push out another. False: that one is worth more.
-    fn admit(&mut self, _meta: &Meta) -> bool {
+    fn admit(&mut self, _block: Handle, _meta: &Meta) -> bool {
         true
     }
-    /// A block arrived. It was not there before.
+    /// A block was used that no tier held, nor any admitted. The first tier is told.
+    fn on_refuse(&mut self, _meta: &Meta) {}
+    /// A block arrived in this tier, where it was not: it was used, or it comes from a tier that
+    /// holds it still.
     fn on_insert(&mut self, block: Handle, meta: &Meta);
     /// A block was used.
     fn on_hit(&mut self, block: Handle);
+    /// A block was used in a tier above, which was told: this copy must not grow old meanwhile.
+    fn on_hit_above(&mut self, block: Handle) {
+        self.on_hit(block);
+    }
     /// A block left, as a victim or otherwise. Unknown blocks are ignored.
     fn on_remove(&mut self, block: Handle);
     /// A block that was named stays, because somebody holds it: others are named before it is again.
@@ -148,15 +156,31 @@ const ALWAYS_IN_CHAINS: [&str; 2] = ["auto", "importance"];
 
 /// The policy of that name, for a tier of `pages` pages.
 pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
+    let mut policies = for_tiers(name, &[pages])?;
+    policies.pop().ok_or_else(|| unknown(name))
+}
+
+/// The policies of that name for the tiers of one store, which are of so many pages.
+pub fn for_tiers(name: &str, pages: &[u64]) -> Result<Vec<Box<dyn Policy>>> {
     build(name, pages, keeps_chains(name))
 }
 
-/// As [`by_name`], in chain order whether or not the name says so: what a store uses.
-pub fn in_chains(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
+/// As [`for_tiers`], in chain order whether or not the name says so: what a store uses.
+pub fn in_chains(name: &str, pages: &[u64]) -> Result<Vec<Box<dyn Policy>>> {
     build(name, pages, true)
 }
 
-fn build(name: &str, pages: u64, leaf: bool) -> Result<Box<dyn Policy>> {
+fn unknown(name: &str) -> Error {
+    Error::new(
+        Kind::Config,
+        format!(
+            "policy {name:?} was given; choose one of {}",
+            NAMES.join(", ")
+        ),
+    )
+}
+
+fn build(name: &str, pages: &[u64], leaf: bool) -> Result<Vec<Box<dyn Policy>>> {
     fn either<P: Policy + 'static>(policy: P, leaf: bool) -> Box<dyn Policy> {
         if leaf {
             Box::new(Leaf::new(policy))
@@ -168,27 +192,23 @@ fn build(name: &str, pages: u64, leaf: bool) -> Result<Box<dyn Policy>> {
         Some(base) if !ALWAYS_IN_CHAINS.contains(&base) => base,
         _ => name,
     };
+    let each = |make: &dyn Fn(u64) -> Box<dyn Policy>| pages.iter().map(|&n| make(n)).collect();
     Ok(match base {
-        "fifo" => either(Fifo::default(), leaf),
-        "lru" => either(Lru::default(), leaf),
-        "lfu" => either(Lfu::default(), leaf),
-        "clock" => either(Clock::default(), leaf),
-        "sieve" => either(Sieve::default(), leaf),
-        "s3-fifo" => either(S3Fifo::new(pages), leaf),
-        "arc" => either(Arc::default(), leaf),
-        "w-tinylfu" => either(WTinyLfu::new(pages), leaf),
-        "auto" => either(Auto::new(), leaf),
-        "importance" => either(Importance::default(), leaf),
-        "gdsf" => either(Gdsf::default(), leaf),
-        _ => {
-            return Err(Error::new(
-                Kind::Config,
-                format!(
-                    "policy {name:?} was given; choose one of {}",
-                    NAMES.join(", ")
-                ),
-            ));
+        "fifo" => each(&|_| either(Fifo::default(), leaf)),
+        "lru" => each(&|_| either(Lru::default(), leaf)),
+        "lfu" => each(&|_| either(Lfu::default(), leaf)),
+        "clock" => each(&|_| either(Clock::default(), leaf)),
+        "sieve" => each(&|_| either(Sieve::default(), leaf)),
+        "s3-fifo" => each(&|pages| either(S3Fifo::new(pages), leaf)),
+        "arc" => each(&|_| either(Arc::default(), leaf)),
+        "w-tinylfu" => each(&|pages| either(WTinyLfu::new(pages), leaf)),
+        "importance" => each(&|_| either(Importance::default(), leaf)),
+        "gdsf" => each(&|_| either(Gdsf::default(), leaf)),
+        "auto" => {
+            let policies = Auto::of_tiers(pages.len()).into_iter();
+            policies.map(|policy| either(policy, leaf)).collect()
         }
+        _ => return Err(unknown(name)),
     })
 }
 

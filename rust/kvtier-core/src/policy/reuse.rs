@@ -154,6 +154,8 @@ pub struct Reuse {
     backs: f32,
     bursts: f32,
     worth: Vec<f32>,
+    /// How often each class's worth was computed.
+    versions: [u32; CLASSES],
     /// Which classes were used since their worth was computed, and whose turn it is.
     stale: [bool; CLASSES],
     turn: usize,
@@ -180,6 +182,7 @@ impl Default for Reuse {
             backs: 20.0,
             bursts: 1.0,
             worth: vec![0.0; CLASSES * AGES],
+            versions: [0; CLASSES],
             stale: [false; CLASSES],
             turn: 0,
             now: 0,
@@ -199,12 +202,17 @@ impl Reuse {
         self.worth[cell]
     }
 
-    /// A block was used and is of this class now; the tier holds `held` blocks. Says which class's
-    /// worth changed.
-    pub fn touch(&mut self, hash: u32, class: usize, now: u32, held: usize) -> Option<usize> {
+    /// Changes whenever the worth of a class does.
+    pub fn version(&self, class: usize) -> u32 {
+        self.versions[class]
+    }
+
+    /// A block was used and is of this class now; `held` blocks are held.
+    pub fn touch(&mut self, hash: u32, class: usize, now: u32, held: usize) {
         self.touches += 1;
-        let due = self.touches.is_multiple_of(REFRESH);
-        let changed = due.then(|| self.refresh_next()).flatten();
+        if self.touches.is_multiple_of(REFRESH) {
+            self.refresh_next();
+        }
         if self.touches.is_multiple_of(MEMORY) {
             let counts = self.counts.iter_mut().chain(&mut self.wide);
             counts.chain(&mut self.common).for_each(Count::halve);
@@ -221,7 +229,7 @@ impl Reuse {
             self.advance();
         }
         if !self.is_followed(hash) {
-            return changed;
+            return;
         }
         let place = match self.find(hash) {
             Some(place) => {
@@ -235,7 +243,6 @@ impl Reuse {
         let used = &mut self.uses[place as usize];
         (used.at, used.class, used.reached) = (now, class as u8, 0);
         self.append(place);
-        changed
     }
 
     /// The block's last use was of another class, as is known now.
@@ -420,18 +427,17 @@ impl Reuse {
             }
             self.worth[class * AGES + age] = best;
         }
+        self.versions[class] = self.versions[class].wrapping_add(1);
     }
 
     /// Computes one class anew, if any was used.
-    fn refresh_next(&mut self) -> Option<usize> {
+    fn refresh_next(&mut self) {
         for _ in 0..CLASSES {
             self.turn = (self.turn + 1) % CLASSES;
             if std::mem::take(&mut self.stale[self.turn]) {
-                self.refresh(self.turn);
-                return Some(self.turn);
+                return self.refresh(self.turn);
             }
         }
-        None
     }
 
     /// Bytes kept in memory.

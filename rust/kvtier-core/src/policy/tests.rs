@@ -181,7 +181,8 @@ fn auto_learns_which_sessions_come_back() {
                 ..meta(None)
             };
             if here.len() == 300 {
-                if !policy.admit(&meta) {
+                if !policy.admit(block, &meta) {
+                    policy.on_refuse(&meta);
                     continue;
                 }
                 let victim = victims(&mut *policy, 1)[0];
@@ -266,4 +267,108 @@ proptest! {
         let all: HashSet<Handle> = all.into_iter().collect();
         prop_assert_eq!(all, resident.keys().copied().collect::<HashSet<_>>());
     }
+    /// The same of tiers above one another, whose blocks come, are copied to another tier, and leave
+    /// each by themselves.
+    #[test]
+    fn victims_are_legal_in_every_tier(
+        ops in prop::collection::vec((0u8..5, any::<u8>(), 0usize..3, 0usize..3), 1..200),
+        which in 0..NAMES.len(),
+    ) {
+        let mut tiers = for_tiers(NAMES[which], &[64; 3]).unwrap();
+        let mut resident: [HashMap<Handle, Option<Handle>>; 3] = Default::default();
+        for (what, x, tier, other) in ops {
+            let block = Handle::from(x);
+            let held = (0..3).find(|&t| resident[t].contains_key(&block));
+            let parent = Handle::from(x / 2);
+            let known = x > 0 && resident.iter().any(|tier| tier.contains_key(&parent));
+            let parent = known.then_some(parent);
+            let meta = Meta { fingerprint: x.into(), ..meta(parent) };
+            match (what, held) {
+                (0, Some(tier)) => {
+                    tiers[tier].on_hit(block);
+                    for (other, policy) in tiers.iter_mut().enumerate().skip(tier + 1) {
+                        if resident[other].contains_key(&block) {
+                            policy.on_hit_above(block);
+                        }
+                    }
+                }
+                (0, None) if x % 8 == 7 => tiers[0].on_refuse(&meta),
+                (0 | 1, None) => {
+                    tiers[tier].on_insert(block, &meta);
+                    resident[tier].insert(block, parent);
+                }
+                (1 | 2, Some(_)) if !resident[tier].contains_key(&block) => {
+                    tiers[tier].admit(block, &meta);
+                    tiers[tier].on_insert(block, &meta);
+                    resident[tier].insert(block, parent);
+                }
+                (3, _) => {
+                    tiers[tier].on_remove(block);
+                    resident[tier].remove(&block);
+                }
+                _ => {
+                    let mut out = Vec::new();
+                    tiers[other].victims(3, &mut |_| true, &mut out);
+                    for h in out {
+                        prop_assert!(resident[other].remove(&h).is_some(), "{h} is not here, or was named twice");
+                        if keeps_chains(NAMES[which]) {
+                            prop_assert!(resident[other].values().all(|p| *p != Some(h)), "{h} still has a child");
+                        }
+                        tiers[other].on_remove(h);
+                    }
+                }
+            }
+        }
+        for (policy, resident) in tiers.iter_mut().zip(resident) {
+            let mut all = Vec::new();
+            policy.victims(1000, &mut |_| true, &mut all);
+            let all: HashSet<Handle> = all.into_iter().collect();
+            prop_assert_eq!(all, resident.keys().copied().collect::<HashSet<_>>());
+        }
+    }
+}
+
+#[test]
+fn what_auto_learns_in_one_tier_is_known_in_the_others() {
+    // Two kinds of blocks go down to the lower tier: roots that are used every other round in the
+    // upper one, and roots that never are. The lower one sees no use of either.
+    let mut tiers = for_tiers("auto", &[400, 400]).unwrap();
+    let mut next = 0;
+    let mut insert = |tiers: &mut [Box<dyn Policy>], tier: usize| {
+        let fingerprint = u64::from(next).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let meta = Meta {
+            fingerprint,
+            ..meta(None)
+        };
+        tiers[tier].on_insert(next, &meta);
+        next += 1;
+        (next - 1, meta)
+    };
+    let used: Vec<_> = (0..100).map(|_| insert(&mut tiers, 0)).collect();
+    let mut once = Vec::new();
+    for _ in 0..200 {
+        for &(h, _) in &used {
+            tiers[0].on_hit(h);
+            once.push(insert(&mut tiers, 0));
+        }
+        for (h, _) in once.drain(..once.len().saturating_sub(100)) {
+            tiers[0].on_remove(h);
+        }
+    }
+    for (h, meta) in used.iter().chain(&once) {
+        tiers[1].on_insert(*h, meta);
+        tiers[0].on_remove(*h);
+    }
+    let named = victims(&mut *tiers[1], 100);
+    let right = named.iter().filter(|h| !used.iter().any(|u| u.0 == **h));
+    assert_eq!(right.count(), 100, "those go first that were never used");
+    let (h, meta) = insert(&mut tiers, 0);
+    assert!(
+        tiers[1].admit(used[0].0, &used[0].1),
+        "it would push out one that is worth less"
+    );
+    assert!(
+        !tiers[1].admit(h, &meta),
+        "it is worth no more than what is there"
+    );
 }
