@@ -10,6 +10,7 @@ use crate::ahead::Ahead;
 use crate::arena::Pin;
 use crate::error::Result;
 use crate::flight::Wait;
+use crate::index::Entry;
 use crate::load::{Found, Miss};
 use crate::policy::Handle;
 use crate::read::{LOOKS, Watched};
@@ -91,20 +92,9 @@ impl Store {
     /// pinned now.
     pub fn pin(&self, ns: &Namespace, keys: &[&[u8]], deadline: Instant) -> Result<Vec<bool>> {
         let leases = self.lease(ns, keys, false, deadline)?;
-        let mut pinned = self.inner.pinned.lock();
-        Ok(ns
-            .ids(keys)?
-            .into_iter()
-            .zip(leases)
-            .map(|(id, leased)| match leased {
-                Ok(leased) => {
-                    let kept = pinned.entry(id).or_insert_with(|| (leased.pin.clone(), 0));
-                    kept.0 = leased.pin; // it may have been removed and put again
-                    kept.1 += 1;
-                    true
-                }
-                Err(_) => false,
-            })
+        let kept = ns.ids(keys)?.into_iter().zip(leases);
+        Ok(kept
+            .map(|(id, leased)| leased.is_ok_and(|leased| self.inner.keep(&id, &leased)))
             .collect())
     }
 
@@ -130,6 +120,25 @@ impl Store {
 }
 
 impl Inner {
+    /// Keeps a block in memory that is leased, and so lies there, unless it was removed meanwhile. From
+    /// here on whoever removes it ends that as well.
+    fn keep(&self, id: &Id, _leased: &Leased) -> bool {
+        let shard = self.index.of(id); // until it is kept, nobody removes it
+        let entry = shard.find(id).and_then(|h| shard.get(h));
+        let place = entry.and_then(Entry::in_memory);
+        // Not the lease's pin: it may have been put again.
+        let Some(pin) = place.and_then(|(tier, start)| self.memory[tier].arena.pin(start)) else {
+            return false;
+        };
+        let mut pinned = self.pinned.lock();
+        if self.is_closed() {
+            return false;
+        }
+        let count = pinned.get(id).map_or(0, |kept| kept.1);
+        pinned.insert(*id, (pin, count + 1));
+        true
+    }
+
     fn lease_one<'a>(
         self: &'a Arc<Self>,
         id: &Id,

@@ -154,6 +154,34 @@ fn demotion_loads_and_removals_over_nvme() {
     orders(|turn| together(nvme_below(), turn, 2, 5, false));
 }
 
+/// What is removed is not kept, also for who is just about to pin it.
+#[test]
+fn a_block_that_is_removed_while_it_is_pinned() {
+    orders(|turn| {
+        let store = Arc::new(Store::open(Config::new(vec![memory()], None)).unwrap());
+        let ns = opaque(b"races");
+        put(&store, &ns, &key(0), &data(0), None);
+        let used = |store: &Store| store.report().tiers[0].used;
+        let one = used(&store);
+        let pins = {
+            let (store, ns) = (store.clone(), ns.clone());
+            thread::spawn(move || drop(store.pin(&ns, &[&key(0)], soon()).unwrap()))
+        };
+        store.remove(&ns, &[&key(0)]).unwrap();
+        let again = turn % 2 > 0;
+        if again {
+            put(&store, &ns, &key(0), &data(0), None);
+        }
+        pins.join().unwrap();
+        let left = if again { one } else { 0 };
+        assert_eq!(used(&store), left, "what was removed takes room");
+        if !again {
+            assert_eq!(store.unpin(&ns, &[&key(0)]).unwrap(), [false]);
+        }
+        store.close(soon()).unwrap();
+    });
+}
+
 /// Memory that stands for a device's. It holds four of the six blocks.
 struct Pool(Pin);
 
