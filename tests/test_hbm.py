@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from kvtier import (
     StoreConfig,
     UnsupportedError,
 )
-from kvtier.tiers import Copy, Copying, DeviceBackend, HostBackend, open_backend
+from kvtier.tiers import Copy, Copying, DeviceBackend, HostBackend, hbm, open_backend
 from kvtier.tiers.cuda import missing
 
 WITHOUT = missing()
@@ -398,6 +399,14 @@ def test_a_device_that_hangs_holds_up_nobody_else(tmp_path: Path) -> None:
     with Store(*below) as again:
         assert again.contains(fresh) == [True] * 3
     device.open.set()
+
+
+def test_a_thread_that_the_device_holds_is_not_waited_for() -> None:
+    waited: list[float] = []
+    for answers in (True, False):
+        feed = SimpleNamespace(stop=lambda: None, answers=lambda answers=answers: answers)
+        hbm._end(feed, SimpleNamespace(join=waited.append))  # type: ignore[arg-type]
+    assert waited == [10, 0]
 
 
 class Torn(HostBackend):

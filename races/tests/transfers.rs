@@ -45,6 +45,28 @@ fn copy(queue: &Queue, times: usize) -> usize {
 }
 
 #[test]
+fn who_is_given_up_is_told_once_and_asks_again_for_the_same_copy() {
+    kvtier_races::model(|| {
+        let queue = Arc::new(Queue::default());
+        let (count, prepared) = (Arc::new(AtomicUsize::new(0)), AtomicUsize::new(0));
+        ask(&queue, &count, &prepared);
+        let batch = queue.take(4, false).unwrap();
+        let other = {
+            let queue = queue.clone();
+            thread::spawn(move || queue.give_up(Err(CANCELLED)))
+        };
+        ask(&queue, &count, &prepared);
+        assert_eq!(prepared.load(Ordering::Relaxed), 1);
+        for block in batch {
+            queue.end(block, Ok(()));
+        }
+        other.join().unwrap();
+        assert_eq!(count.load(Ordering::Relaxed), 2);
+        assert_eq!(queue.under_way(), 0);
+    });
+}
+
+#[test]
 fn everybody_who_asks_is_told_once_of_one_copy_or_two_that_follow() {
     kvtier_races::model(|| {
         let queue = Arc::new(Queue::default());

@@ -278,7 +278,7 @@ def resolved(config: Hbm) -> Hbm:
 def _end(feed: _kvtier.Feed, thread: threading.Thread) -> None:
     feed.stop()
     if thread is not threading.current_thread():
-        thread.join(10)
+        thread.join(10 if feed.answers() else 0)  # one that the device holds may never end
 
 
 def _serve(feed: _kvtier.Feed, backend: DeviceBackend) -> None:

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use kvtier_codec::image::{self, Id, PAGE, Root, Shape};
 use kvtier_nvme::slots::{BUSY, FREE, LOST};
-use kvtier_nvme::{Clock, Health};
+use kvtier_nvme::{Clock, Health, STALL};
 
 use crate::arena::backing::Backing;
 use crate::arena::{Arena, Pin};
 use crate::error::Result;
-use crate::index::Entry;
+use crate::index::{Entry, Shard};
 use crate::jobs::Prefetcher;
 use crate::layout::Selection;
 use crate::load::{Landing, Miss};
@@ -36,7 +36,7 @@ const BATCH: usize = 16;
 const MOST: usize = 64;
 
 /// How long somebody who waits for room trusts that he will be told, before he looks again.
-const GLANCE: Duration = Duration::from_secs(1);
+pub(crate) const GLANCE: Duration = Duration::from_secs(1);
 
 /// A pool of which this process has the addresses of slots, and nothing else.
 struct Elsewhere(usize);
@@ -178,6 +178,7 @@ impl Batch {
     pub fn finish(mut self, ok: bool) {
         let inner = self.inner.upgrade();
         // Whoever hears of a copy that failed finds the device set aside, if it is.
+        self.answered();
         match &inner {
             _ if self.transfers.is_empty() => {}
             _ if ok => self.hbm.health.succeeded(),
@@ -196,6 +197,13 @@ impl Batch {
         }
     }
 
+    /// The device has done with it, or was not given it.
+    fn answered(&self) {
+        if !self.transfers.is_empty() {
+            self.hbm.health.answered();
+        }
+    }
+
     fn fail(&self) -> Miss {
         self.hbm.stats.errors.add(1);
         Miss::Device
@@ -204,6 +212,7 @@ impl Batch {
 
 impl Drop for Batch {
     fn drop(&mut self) {
+        self.answered();
         let transfers = std::mem::take(&mut self.transfers);
         match self.inner.upgrade() {
             Some(inner) if !transfers.is_empty() => inner.device_failed(),
@@ -233,8 +242,12 @@ impl Feed {
     /// The next copies. With `wait`, blocks until there are some; without, there may be none.
     /// `None`: no more come.
     pub fn next(&self, wait: bool) -> Option<Batch> {
+        let transfers = self.hbm.transfers.take(MOST, wait)?;
+        if !transfers.is_empty() {
+            self.hbm.health.asked();
+        }
         Some(Batch {
-            transfers: self.hbm.transfers.take(MOST, wait)?,
+            transfers,
             hbm: self.hbm.clone(),
             inner: self.inner.clone(),
         })
@@ -246,6 +259,12 @@ impl Feed {
         if let Some(inner) = self.inner.upgrade() {
             inner.device_failed();
         }
+    }
+
+    /// Does the device answer? Where not, nobody should wait for what it was given.
+    pub fn answers(&self) -> bool {
+        self.hbm.health.has_stalled();
+        !self.hbm.health.is_stalled()
     }
 
     /// No more come from now on, and blocks that wait for one are told so.
@@ -339,7 +358,7 @@ impl Inner {
         let hbm = self.hbm.as_ref()?;
         let mut shard = self.index.of(id);
         let h = shard.find(id)?;
-        let pin = hbm.arena.pin(shard.hbm(h)?)?;
+        let pin = hbm.arena.pin(self.in_hbm(&shard, h)?)?;
         let entry = shard.get(h)?;
         let (tag, shape, below) = (entry.namespace, entry.shape, self.below_hbm(entry));
         let mut claim = None;
@@ -368,6 +387,32 @@ impl Inner {
             .map_or(self.memory.len(), |(tier, _)| tier)
     }
 
+    /// Where a block lies in HBM, if its device is to be asked for it.
+    pub(crate) fn in_hbm(&self, shard: &Shard, h: Handle) -> Option<u32> {
+        let place = shard.hbm(h)?;
+        let hbm = self.hbm.as_ref()?;
+        (!hbm.health.is_stalled()).then_some(place)
+    }
+
+    /// Looks whether the device answers. Where it does not, it is bypassed until it does: nobody waits
+    /// for its copies any more, and what they hold stays theirs.
+    pub(crate) fn look_at_device(&self) {
+        let Some(hbm) = self.hbm.as_ref().filter(|hbm| hbm.health.has_stalled()) else {
+            return;
+        };
+        tracing::warn!(
+            "the hbm tier is bypassed: no copy to its device has ended for {} s. Blocks are served from the tiers below until one does. See what its stream waits for, and whether the device works",
+            STALL.as_secs()
+        );
+        hbm.stats.errors.add(1);
+        for transfer in hbm.transfers.take(usize::MAX, false).into_iter().flatten() {
+            let block = transfer.block;
+            drop(transfer);
+            hbm.end(block, Err(Miss::Device));
+        }
+        hbm.transfers.give_up(Err(Miss::Device));
+    }
+
     /// Notes that the device failed. Where it does nothing else, it is set aside for a while, and what
     /// lies there is not trusted any more.
     fn device_failed(&self) {
@@ -391,6 +436,7 @@ impl Inner {
         let Some(hbm) = &self.hbm else {
             return told(Err(Miss::Absent));
         };
+        self.look_at_device();
         if hbm.health.is_aside() {
             return told(Err(Miss::Device));
         }

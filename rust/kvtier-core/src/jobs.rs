@@ -9,7 +9,7 @@ use kvtier_codec::checksum::copy;
 use kvtier_codec::image::{self, Id};
 
 use crate::error::Result;
-use crate::hbm::HBM;
+use crate::hbm::{GLANCE, HBM};
 use crate::index::NOWHERE;
 use crate::load::{Found, Landing, Miss};
 use crate::order::Known;
@@ -285,7 +285,8 @@ impl Prefetcher {
     }
 
     /// The next key to look at: waits for one, and for room in flight; ends jobs whose time is up.
-    fn pop(&self) -> Option<Queued> {
+    /// While anything is in flight, `look` is called now and then.
+    fn pop(&self, look: Option<&dyn Fn()>) -> Option<Queued> {
         let mut state = self.state.lock();
         loop {
             if state.stop {
@@ -308,9 +309,16 @@ impl Prefetcher {
             {
                 return Some(queued);
             }
-            match state.timed.iter().filter_map(|job| job.deadline).min() {
+            let look = look.filter(|_| state.in_flight > 0);
+            let timed = state.timed.iter().filter_map(|job| job.deadline);
+            match timed.chain(look.map(|_| now + GLANCE)).min() {
                 Some(at) => {
-                    self.changed.wait_until(&mut state, at);
+                    let late = self.changed.wait_until(&mut state, at).timed_out();
+                    if let Some(look) = look.filter(|_| late) {
+                        drop(state);
+                        look();
+                        state = self.state.lock();
+                    }
                 }
                 None => self.changed.wait(&mut state),
             }
@@ -381,7 +389,9 @@ impl Inner {
     /// The thread of the prefetcher for this goal.
     pub(crate) fn run_prefetcher(self: &Arc<Self>, goal: Goal) {
         let prefetcher = self.prefetcher(goal);
-        while let Some(mut queued) = prefetcher.pop() {
+        let look = || self.look_at_device();
+        let look: Option<&dyn Fn()> = (goal == Goal::Hbm).then_some(&look);
+        while let Some(mut queued) = prefetcher.pop(look) {
             if queued.job.is_over() {
                 continue;
             }
@@ -410,7 +420,12 @@ impl Inner {
                 return job.set(i, Err(Miss::Absent));
             };
             let (known, bytes) = ((h, entry.epoch), entry.shape.image_len());
-            (known, entry.in_memory(), shard.hbm(h).is_some(), bytes)
+            (
+                known,
+                entry.in_memory(),
+                self.in_hbm(&shard, h).is_some(),
+                bytes,
+            )
         };
         let patience = Instant::now() + PATIENCE;
         let deadline = job.deadline.map_or(patience, |at| at.min(patience));

@@ -4,14 +4,14 @@
 //! the low one is reached. Writes to NVMe are in flight while it looks for more.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Condvar, Mutex};
 use hashbrown::{HashMap, HashSet};
 use kvtier_codec::checksum::copy;
 use kvtier_codec::image;
-use kvtier_nvme::Clock;
+use kvtier_nvme::{Clock, STALL};
 
 use crate::arena::Pin;
 use crate::error::Kind;
@@ -32,9 +32,6 @@ const PART: usize = 4;
 /// this part of the tier: puts go on while the device writes, and it is given its next work meanwhile.
 const AHEAD: usize = 16 << 20;
 const AHEAD_PART: u32 = 16;
-
-/// How long a write may take before NVMe counts as stalled, and is bypassed until it answers.
-const STALL: Duration = Duration::from_secs(5);
 
 struct State {
     awake: bool,
@@ -566,6 +563,8 @@ impl Inner {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn load(bytes: usize) -> Load {

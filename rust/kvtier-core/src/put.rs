@@ -220,7 +220,7 @@ impl Inner {
 
     /// The name of the fastest tier that holds a block.
     pub(crate) fn nearest(&self, shard: &Shard, h: Handle, entry: &Entry) -> &'static str {
-        self.tier_name(match shard.hbm(h) {
+        self.tier_name(match self.in_hbm(shard, h) {
             None => self.below_hbm(entry),
             Some(_) => self.tiers(),
         })

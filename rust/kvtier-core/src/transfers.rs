@@ -2,6 +2,7 @@
 //! copy a block, whoever asks. It knows nothing of what is copied: `P` is the copy, and only one ever
 //! gets it.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::sync::{Condvar, Mutex};
@@ -47,9 +48,16 @@ impl<K: Ord + Copy, P, E: Copy> Transfers<K, P, E> {
             told(Err(end));
             return false;
         }
-        let waiting = state.under_way.entry(block).or_default();
-        waiting.push(told);
-        waiting.len() == 1
+        match state.under_way.entry(block) {
+            Entry::Vacant(first) => {
+                first.insert(vec![told]);
+                true
+            }
+            Entry::Occupied(mut others) => {
+                others.get_mut().push(told);
+                false
+            }
+        }
     }
 
     /// Queues a copy that was prepared. After [`Transfers::stop`] it comes back.
@@ -82,6 +90,17 @@ impl<K: Ord + Copy, P, E: Copy> Transfers<K, P, E> {
     pub fn end(&self, block: K, how: Result<(), E>) {
         let told = self.state.lock().under_way.remove(&block);
         for told in told.into_iter().flatten() {
+            told(how);
+        }
+    }
+
+    /// Nobody waits any more for what is under way: all who do are told this. It goes on.
+    pub fn give_up(&self, how: Result<(), E>) {
+        let mut state = self.state.lock();
+        let waiting = state.under_way.values_mut().map(std::mem::take);
+        let told: Vec<_> = waiting.flatten().collect();
+        drop(state);
+        for told in told {
             told(how);
         }
     }

@@ -59,6 +59,16 @@ fn open(dram: u64) -> (Arc<Store>, Feed, Arc<Pool>, Namespace) {
     (store, feed, Pool::new(pool_size()), opaque(b"hbm"))
 }
 
+/// As [`open`], over NVMe, by this clock.
+fn open_by(clock: &Arc<TestClock>) -> (Store, Feed, Arc<Pool>, Namespace) {
+    let store = over(8 << 20, RamDevice::new(32 << 20), |config| {
+        config.nvme.as_mut().unwrap().clock = clock.clone();
+        config.hbm = Some(pool_size());
+    });
+    let feed = store.feed().unwrap();
+    (store, feed, Pool::new(pool_size()), opaque(b"hbm"))
+}
+
 fn fill(store: &Store, ns: &Namespace, count: u64) -> Vec<[u8; 32]> {
     let names: Vec<_> = (0..count).map(key).collect();
     for (n, name) in (0..).zip(&names) {
@@ -158,17 +168,74 @@ fn a_failed_copy_gives_its_slot_back() {
 }
 
 #[test]
+fn a_device_that_does_not_answer_is_bypassed_until_it_does() {
+    let clock = TestClock::new();
+    let (store, feed, pool, ns) = open_by(&clock);
+    let names = fill(&store, &ns, 7);
+    let first = lift(&store, &ns, &names[..1]);
+    begin(&feed, &pool, 1).remove(0).finish(true);
+    assert_eq!(got(&first), [Ok("hbm")]);
+    let hung = lift(&store, &ns, &names[1..3]);
+    let batches = begin(&feed, &pool, 2);
+    clock.advance(5);
+    // These no thread takes. Nobody says when to stop waiting for any of them.
+    let queued = lift(&store, &ns, &names[3..5]);
+    assert_eq!(count(&store, "hbm", "set_aside"), 0);
+    clock.advance(1);
+    assert_eq!(got(&hung), [Err(Miss::Device); 2]);
+    assert_eq!(got(&queued), [Err(Miss::Device); 2]);
+    assert_eq!(count(&store, "hbm", "set_aside"), 1);
+    assert_eq!(count(&store, "hbm", "errors"), 1);
+    assert!(feed.next(false).unwrap().copies().is_empty());
+    // It is asked for nothing, and readers are served from below; what it may still write to is kept.
+    assert_eq!(got(&lift(&store, &ns, &names)), [Err(Miss::Device); 7]);
+    assert!(place(&store, &ns, &names[0], false).is_none());
+    assert_eq!(
+        store.matching(&ns, &[&names[0]]).unwrap().tiers,
+        ["dram"; 1]
+    );
+    assert_eq!(get(&store, &ns, &names[1], SIZE), Ok(bytes(1, SIZE)));
+    assert_eq!(used(&store), 3 * 25 * 4096);
+    // One copy after the other ends: what it has is right, and it is at work again.
+    for batch in batches {
+        batch.finish(true);
+    }
+    assert_eq!(count(&store, "hbm", "set_aside"), 0);
+    for n in 0..3u64 {
+        let (at, _held) = place(&store, &ns, &names[n as usize], false).unwrap();
+        assert_eq!(pool.read(at, SIZE), bytes(n, SIZE));
+    }
+    let again = lift(&store, &ns, &names[3..]);
+    for batch in begin(&feed, &pool, 4) {
+        batch.finish(true);
+    }
+    assert_eq!(got(&again), [Ok("hbm"); 4]);
+}
+
+/// Who asks again for a block whose copy did not come back, while it still runs, waits for that one.
+#[test]
+fn a_copy_that_comes_back_late_is_the_only_one() {
+    let clock = TestClock::new();
+    let (store, feed, pool, ns) = open_by(&clock);
+    let names = fill(&store, &ns, 3);
+    let late = |name: &[[u8; 32]]| (lift(&store, &ns, name), begin(&feed, &pool, 1).remove(0));
+    let (first, second) = (late(&names[..1]), late(&names[1..2]));
+    clock.advance(6);
+    assert_eq!(got(&first.0), [Err(Miss::Device)]);
+    assert_eq!(got(&second.0), [Err(Miss::Device)]);
+    first.1.finish(true); // it answers again
+    let again = lift(&store, &ns, &names[1..]);
+    begin(&feed, &pool, 1).remove(0).finish(true); // of the last block
+    assert!(place(&store, &ns, &names[2], false).is_some() && !again.is_done());
+    second.1.finish(true);
+    assert_eq!(got(&again), [Ok("hbm"); 2]);
+    assert_eq!(used(&store), 3 * 25 * 4096);
+}
+
+#[test]
 fn a_device_that_only_fails_is_set_aside_and_tried_again_later() {
     let clock = TestClock::new();
-    let store = over(8 << 20, RamDevice::new(32 << 20), |config| {
-        config.nvme.as_mut().unwrap().clock = clock.clone();
-        config.hbm = Some(pool_size());
-    });
-    let (feed, pool, ns) = (
-        store.feed().unwrap(),
-        Pool::new(pool_size()),
-        opaque(b"hbm"),
-    );
+    let (store, feed, pool, ns) = open_by(&clock);
     let names = fill(&store, &ns, 4);
     let copied = |n: usize, ok: bool| {
         let job = lift(&store, &ns, &names[n..=n]);

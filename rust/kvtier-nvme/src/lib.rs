@@ -32,7 +32,7 @@ pub use clock::{Clock, SystemClock};
 pub use device::Device;
 pub use engine::EngineKind;
 pub use error::{Error, ErrorKind};
-pub use health::Health;
+pub use health::{Health, STALL};
 pub use tier::{
     Done, NvmeTier, Options, Read, Recovered, Registration, Slot, SlotHold, Stats, Write,
 };

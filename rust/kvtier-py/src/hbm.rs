@@ -48,6 +48,11 @@ impl Feed {
         Ok(())
     }
 
+    /// Does the device answer? Where not, what it was given may never end.
+    fn answers(&self, py: Python<'_>) -> bool {
+        self.home.is_stale() || py.detach(|| self.feed.answers())
+    }
+
     /// No more come from now on. In a fork it does nothing.
     fn stop(&self, py: Python<'_>) {
         if !self.home.is_stale() {
