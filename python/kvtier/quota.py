@@ -29,7 +29,8 @@ class Quota:
 
     Args:
         guaranteed: what no other namespace's blocks can push out. What is not used of it, others use meanwhile. All
-            guarantees together are at most 90 % of a tier. Default none.
+            guarantees together are at most 90 % of a tier, and of DRAM at most 90 % of what the tables leave: where very many
+            small blocks leave less, all shrink alike. Default none.
         cap: what the namespace never holds more than; at it, its own blocks make room for its own. Default no cap.
         priority: of what namespaces hold above their guarantees, that of lower priority leaves first; within one
             priority, that of the namespace whose blocks stay longest unused. Namespaces without a quota have 0, the

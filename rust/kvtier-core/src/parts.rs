@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::claim::{Moving, Way};
 use crate::policy::Policy;
+use crate::shares::GUARANTEED;
 
 /// Touches of a tier, at least, over which it is found out how fast a group's blocks are replaced.
 const WINDOW: u64 = 1024;
@@ -14,6 +15,8 @@ pub(crate) struct Part {
     /// Blocks and bytes of that policy.
     pub(crate) blocks: usize,
     pub(crate) memory: usize,
+    /// What its namespace was promised, and what of that is guaranteed now.
+    pub(crate) promised: u64,
     pub(crate) guaranteed: u64,
     pub(crate) cap: u64,
     pub(crate) priority: i32,
@@ -41,6 +44,8 @@ impl Part {
 pub(crate) struct Tier {
     /// In pages.
     pub(crate) size: u64,
+    /// What the tables leave of it, where they take of it.
+    left: u64,
     pub(crate) parts: Vec<Part>,
     pub(crate) moving: Arc<Moving>,
     pub(crate) blocks: usize,
@@ -52,6 +57,7 @@ impl Tier {
     pub(crate) fn new(size: u64) -> Self {
         Tier {
             size,
+            left: u64::MAX,
             parts: Vec::new(),
             moving: Arc::default(),
             blocks: 0,
@@ -64,6 +70,7 @@ impl Tier {
             memory: policy.memory_bytes(),
             policy,
             blocks: 0,
+            promised: 0,
             guaranteed: 0,
             cap: u64::MAX,
             priority: 0,
@@ -71,6 +78,27 @@ impl Tier {
             largest: 1,
             touched: [0; 2],
         });
+    }
+
+    /// From now on the tables leave so many pages of it.
+    pub(crate) fn set_left(&mut self, left: u64) {
+        if self.left != left {
+            self.left = left;
+            self.guarantee();
+        }
+    }
+
+    /// Guarantees what was promised. Where that would be too much of what the tables leave, all
+    /// guarantees shrink alike, lest who has none finds no room.
+    pub(crate) fn guarantee(&mut self) {
+        let most = (self.left as f64 * GUARANTEED) as u64;
+        let promised: u64 = self.parts.iter().map(|part| part.promised).sum();
+        for part in &mut self.parts {
+            part.guaranteed = match promised <= most {
+                true => part.promised,
+                false => (part.promised as f64 * most as f64 / promised as f64) as u64,
+            };
+        }
     }
 
     /// Pages of a group's blocks that are here to stay.

@@ -42,7 +42,7 @@ pub struct ShareReport {
     pub blocks: u64,
     /// Their bytes, whole pages.
     pub bytes: u64,
-    /// Bytes that no other namespace can take.
+    /// Bytes that no other namespace can take: what it was promised, or less where tables leave less.
     pub guaranteed: u64,
     /// Bytes that it never holds more than.
     pub cap: Option<u64>,

@@ -35,7 +35,7 @@ pub const GUARANTEED: f64 = 0.9;
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Quota {
     /// Bytes of each tier that no other namespace can take, fastest tier first; a tier that is left out
-    /// guarantees none.
+    /// guarantees none. Together they are at most [`GUARANTEED`] of what tables leave of a tier.
     pub guaranteed: Vec<u64>,
     /// Bytes of each tier that it never holds more than, in the same order.
     pub cap: Vec<Option<u64>>,
@@ -580,7 +580,7 @@ impl Shares {
             }
             let others: u64 = (0..self.groups.len())
                 .filter(|&g| g != own || own == COMMON)
-                .map(|g| self.tiers[tier].parts[g].guaranteed * PAGE as u64)
+                .map(|g| self.tiers[tier].parts[g].promised * PAGE as u64)
                 .sum();
             let most = (size as f64 * GUARANTEED) as u64;
             if guaranteed > 0 && others + guaranteed > most {
@@ -598,10 +598,11 @@ impl Shares {
             part.priority = quota.priority;
             let guaranteed = quota.guaranteed.get(tier).copied().unwrap_or(0);
             let cap = quota.cap.get(tier).copied().flatten();
-            part.guaranteed = guaranteed.div_ceil(PAGE as u64);
+            part.promised = guaranteed.div_ceil(PAGE as u64);
             part.cap = cap.map_or(u64::MAX, |cap| cap / PAGE as u64);
             let priorities = at.parts.iter().map(|part| part.priority);
             self.lowest = priorities.min().unwrap_or(0);
+            at.guarantee();
         }
         Ok(())
     }
@@ -677,6 +678,11 @@ impl Shares {
     pub(crate) fn read(&self, tag: u64) -> Account {
         let account = self.accounts.get(&self.owner(tag)).cloned();
         account.unwrap_or_else(|| Account::new(self.tiers.len()))
+    }
+
+    /// From now on the tables leave so many pages of a tier.
+    pub(crate) fn set_left(&mut self, tier: usize, pages: u32) {
+        self.tiers[tier].set_left(pages.into());
     }
 
     /// Pages of a tier that are guaranteed to a namespace, and its cap there.

@@ -549,6 +549,9 @@ impl Inner {
             self.forget_coldest(2 * STEP);
         }
         let most = mapped / 4 * 3;
+        let due = need.min(most).saturating_sub(arena.ceded_pages());
+        let left = arena.pages().saturating_sub(due);
+        self.order.lock().shares.set_left(0, left);
         // Well ahead of time the highest pages are vacated, so that all that is given up lies
         // together; once it must be, any will do.
         let wish = (need + mapped / 64).min(most);

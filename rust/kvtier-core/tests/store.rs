@@ -10,6 +10,7 @@ use kvtier_core::error::Kind;
 use kvtier_core::layout::{Layer, Layout, Selection, Tokens};
 use kvtier_core::load::Miss;
 use kvtier_core::put::Put;
+use kvtier_core::shares::Quota;
 use kvtier_core::store::{Namespace, Store};
 
 #[test]
@@ -402,4 +403,34 @@ fn what_is_pinned_stays_with_its_ancestors_under_any_policy() {
         );
         clear_and_check(&store);
     }
+}
+
+/// Tables may take three quarters of memory. Of the rest, what is guaranteed leaves room for others.
+#[test]
+fn guarantees_shrink_where_tables_take_what_others_need() {
+    const SIZE: u64 = 2 << 20;
+    let store = over(SIZE, RamDevice::new(64 << 20), |_| {});
+    let (own, others) = (opaque(b"guaranteed"), opaque(b"others"));
+    let promised = SIZE * 3 / 10;
+    let quota = Quota {
+        guaranteed: vec![promised],
+        ..Quota::default()
+    };
+    store.set_quota(&own, &quota).unwrap();
+    let guaranteed = || store.namespace_report(&own).unwrap().shares[0].guaranteed;
+    assert_eq!(guaranteed(), promised.next_multiple_of(4096));
+    for n in 0..12_000 {
+        for ns in [&own, &others] {
+            assert_eq!(put(&store, ns, &key(n), &[7], None), Put::Stored("dram"));
+        }
+        assert_eq!(get(&store, &others, &key(n), 1), Ok(vec![7]));
+    }
+    let dram = &store.report().tiers[0];
+    assert!(guaranteed() <= dram.capacity * 9 / 10, "{dram:?}");
+    let kept = store.namespace_report(&own).unwrap().shares[0].bytes;
+    assert!(
+        kept + 4096 > guaranteed(),
+        "{kept} bytes are kept: {dram:?}"
+    );
+    clear_and_check(&store);
 }
