@@ -681,6 +681,12 @@ impl Inner {
                 removed += 1;
             }
         }
+        if removed > 0 {
+            // Also who waits for more than this, which a device that hangs may never free.
+            for memory in &self.memory {
+                memory.arena.notify();
+            }
+        }
         removed
     }
 }

@@ -22,7 +22,7 @@ use kvtier_core::jobs::Goal;
 use kvtier_core::put::{Block, Put};
 use kvtier_core::shares::Quota;
 use kvtier_core::store::{Namespace, Store};
-use kvtier_nvme::Clock;
+use kvtier_nvme::{Clock, Device};
 use shuttle::thread;
 
 const KEYS: u64 = 6;
@@ -379,6 +379,79 @@ fn a_block_that_a_copy_which_ends_makes_no_room_for() {
         drop(mine);
         store.close(soon()).unwrap();
         copier.join().unwrap();
+    });
+}
+
+/// A device whose writes wait while it is shut.
+struct Gate {
+    inner: Arc<RamDevice>,
+    shut: shuttle::sync::Mutex<bool>,
+    opened: shuttle::sync::Condvar,
+}
+
+impl Gate {
+    fn shut(&self, shut: bool) {
+        *self.shut.lock().unwrap() = shut;
+        self.opened.notify_all();
+    }
+}
+
+impl Device for Gate {
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> std::io::Result<usize> {
+        self.inner.read_at(buf, offset)
+    }
+    fn write_at(&self, buf: &[u8], offset: u64) -> std::io::Result<usize> {
+        let mut shut = self.shut.lock().unwrap();
+        while *shut {
+            shut = self.opened.wait(shut).unwrap();
+        }
+        drop(shut);
+        self.inner.write_at(buf, offset)
+    }
+    fn sync(&self) -> std::io::Result<()> {
+        self.inner.sync()
+    }
+    fn len(&self) -> u64 {
+        self.inner.len()
+    }
+}
+
+/// Who waits for as much room as the device frees at a time is content with less if it is freed by
+/// somebody else: the device may hang.
+#[test]
+fn a_put_that_waits_for_a_device_that_hangs_takes_what_is_removed() {
+    const PAGES: usize = 10;
+    orders(|_| {
+        let device = Arc::new(Gate {
+            inner: RamDevice::new(DEVICE),
+            shut: shuttle::sync::Mutex::new(false),
+            opened: shuttle::sync::Condvar::new(),
+        });
+        let store = over(MEMORY, device.clone(), |config| {
+            (config.low, config.high) = (0.05, 0.1); // a handful is more than a block
+            config.memory = vec![memory()];
+        });
+        let (store, ns) = (Arc::new(store), opaque(b"races"));
+        device.shut(true);
+        let (mut n, mut last) = (0, None);
+        for pages in [PAGES, 1] {
+            let block = bytes(7, pages * 4096 - 512);
+            while try_put_by(&store, &ns, &key(n), &block, None, Instant::now()).is_ok() {
+                n += 1;
+            }
+            last = last.or(Some(n - 1)); // the oldest are written first
+        }
+        let waiting = {
+            let (store, ns) = (store.clone(), ns.clone());
+            thread::spawn(move || {
+                let block = bytes(7, PAGES * 4096 - 512);
+                put(&store, &ns, &key(n), &block, None)
+            })
+        };
+        store.remove(&ns, &[&key(last.unwrap())]).unwrap();
+        assert_eq!(waiting.join().unwrap(), Put::Stored("dram"));
+        device.shut(false);
+        store.close(soon()).unwrap();
     });
 }
 
