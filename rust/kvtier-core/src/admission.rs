@@ -14,7 +14,9 @@ impl Inner {
         }
         let mut order = self.order.lock();
         let meta = self.meta(&order, below, h, entry);
-        !order.has_children(h) && !order.shares.admits(below, h, entry.namespace, &meta)
+        !order.has_children(h)
+            && !order.expects_child(h)
+            && !order.shares.admits(below, h, entry.namespace, &meta)
     }
 
     /// Could a block of so many pages come to a tier without another that leaves?

@@ -202,7 +202,7 @@ impl Inner {
         let stays = if in_memory {
             room != Room::Coldest
         } else {
-            order.has_children(h) // they are kept above
+            order.has_children(h) || order.expects_child(h) // they are kept above
         };
         if stays || !order.shares.may_leave(tier, tag, need) {
             order.shares.defer(tier, h);

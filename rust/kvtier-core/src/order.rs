@@ -20,6 +20,8 @@ struct Link {
     prev: u32,
     epoch: u32,
     state: State,
+    /// Blocks on their way that follow it.
+    expected: u16,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +39,7 @@ const ABSENT: Link = Link {
     prev: NIL,
     epoch: 0,
     state: State::Absent,
+    expected: 0,
 };
 
 /// A block, and which use of its handle is meant.
@@ -110,6 +113,31 @@ impl Order {
             self.links[link.parent as usize].first = link.next;
         }
         self.shares.detach(h);
+    }
+
+    /// A block is on its way that follows this one, which does not leave the store before others do until
+    /// [`Order::expect_no_more`]. False: it is gone, or going.
+    pub fn expect_child(&mut self, parent: Known) -> bool {
+        let alive = self.alive(parent);
+        if alive {
+            self.links[parent.0 as usize].expected += 1;
+        }
+        alive
+    }
+
+    /// It came, or never will.
+    pub fn expect_no_more(&mut self, (h, epoch): Known) {
+        let link = &mut self.links[h as usize];
+        if link.epoch == epoch && link.state != State::Absent {
+            link.expected -= 1;
+        }
+    }
+
+    /// Is a block on its way that follows this one?
+    pub fn expects_child(&self, h: Handle) -> bool {
+        self.links
+            .get(h as usize)
+            .is_some_and(|link| link.expected > 0)
     }
 
     /// Does any block in the store follow this one?
@@ -199,6 +227,20 @@ impl Order {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_parent_stays_for_a_block_on_its_way_but_not_for_another_use_of_its_handle() {
+        let mut order = Order::new(Shares::new("lru-leaf", Vec::new()).unwrap());
+        assert!(order.attach((0, 1), None, 0));
+        assert!(order.expect_child((0, 1)) && !order.expect_child((0, 2)));
+        assert!(order.expects_child(0));
+        order.detach(0); // removed on request, whoever waits for it
+        assert!(order.attach((0, 2), None, 0) && !order.expects_child(0));
+        order.expect_no_more((0, 1));
+        assert!(order.expect_child((0, 2)) && order.expects_child(0));
+        order.expect_no_more((0, 2));
+        assert!(!order.expects_child(0));
+    }
 
     #[test]
     fn a_condemned_tree_names_descendants_first_and_takes_no_more() {

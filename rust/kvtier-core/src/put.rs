@@ -113,6 +113,18 @@ fn check(ns: &Namespace, block: &Block<'_>) -> Result<Checked> {
     })
 }
 
+/// A block to come, for whose sake its parent stays.
+struct Expected<'a> {
+    inner: &'a Inner,
+    parent: Known,
+}
+
+impl Drop for Expected<'_> {
+    fn drop(&mut self) {
+        self.inner.order.lock().expect_no_more(self.parent);
+    }
+}
+
 impl Inner {
     fn put(
         &self,
@@ -127,19 +139,17 @@ impl Inner {
         if let Some(parent) = &checked.parent {
             self.expire(ns, parent);
         }
-        if let Some(tier) = self.touch(&id, Some(shape))? {
+        if let Some(tier) = self.touch(&id, shape)? {
             self.stats.present.add(1);
             self.remove_replaced(checked);
             return Ok(Put::Present(tier));
         }
+        // Making room must not take just the parent.
         let parent = match checked.parent {
             None => None,
-            Some(parent) => match self.index.find(&parent) {
-                Some(known) => {
-                    self.touch(&parent, None)?; // making room must not take just this one
-                    Some((parent, known))
-                }
+            Some(parent) => match self.index.find(&parent).and_then(|p| self.expect_child(p)) {
                 None => return Ok(self.orphan()),
+                expected => expected,
             },
         };
         let (pin, _claim) = self.reserve(0, shape.pages(), ns.tag(), deadline)?;
@@ -161,7 +171,7 @@ impl Inner {
         let mut entry = Entry::new(id, ns.tag(), shape, block.importance);
         entry.root = root;
         entry.memory[0] = pin.start();
-        let published = self.publish(entry, parent.map(|p| p.1));
+        let published = self.publish(entry, parent.as_ref().map(|p| p.parent));
         match published {
             Put::Stored(_) => {}
             other => {
@@ -181,6 +191,14 @@ impl Inner {
         Ok(published)
     }
 
+    fn expect_child(&self, parent: Known) -> Option<Expected<'_>> {
+        let alive = self.order.lock().expect_child(parent);
+        alive.then_some(Expected {
+            inner: self,
+            parent,
+        })
+    }
+
     /// Removes the block that this one, which is there now, makes superfluous.
     fn remove_replaced(&self, checked: &Checked) {
         if let Some(old) = checked.replaces.filter(|&old| old != checked.id) {
@@ -195,12 +213,12 @@ impl Inner {
 
     /// If the block is there as it was put: notes the use, and says where it is. A block of another
     /// size under the same key is an error.
-    fn touch(&self, id: &Id, shape: Option<Shape>) -> Result<Option<&'static str>> {
+    fn touch(&self, id: &Id, shape: Shape) -> Result<Option<&'static str>> {
         let shard = self.index.of(id);
         let Some((h, entry)) = shard.find(id).and_then(|h| Some((h, shard.get(h)?))) else {
             return Ok(None);
         };
-        if let Some(shape) = shape.filter(|&shape| shape != entry.shape) {
+        if shape != entry.shape {
             return Err(Error::new(
                 Kind::InvalidBlock,
                 format!(
@@ -210,7 +228,7 @@ impl Inner {
                 ),
             ));
         }
-        if shape.is_some() && entry.is_lossy() {
+        if entry.is_lossy() {
             return Ok(None);
         }
         let tier = self.below_hbm(entry);

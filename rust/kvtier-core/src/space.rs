@@ -37,7 +37,7 @@ pub(crate) enum Left {
 pub(crate) struct Force {
     /// Evict what could still be written below.
     pub(crate) dirty: bool,
-    /// Keep what has followers, instead of evicting them with it.
+    /// Keep what has followers, or awaits one, instead of evicting them with it.
     pub(crate) alone: bool,
     /// Whose blocks may leave.
     pub(crate) need: Need,
@@ -338,6 +338,9 @@ impl Inner {
         let known = (h, entry.epoch);
         let unaffordable = self.is_unaffordable(entry);
         let mut order = self.order.lock();
+        if force.alone && order.expects_child(h) {
+            return held(&mut order);
+        }
         if !order.has_children(h) {
             self.drop_entry(&mut shard, &mut order, h);
             order.shares.count(tag, |account| account.evicted += 1);

@@ -347,6 +347,36 @@ fn settings_that_cannot_work_are_refused() {
 }
 
 #[test]
+fn making_room_for_a_block_spares_its_parent_under_any_policy() {
+    const SIZE: usize = 16_000;
+    for policy in kvtier_core::policy::NAMES {
+        let mut config = Config::new(vec![Memory::dram(2 << 20)], None);
+        config.policy = policy.into();
+        let store = Store::open(config).unwrap();
+        let ns = opaque(b"chains");
+        for chain in 0..60 {
+            let mut parent = None;
+            for n in 0..40 {
+                let name = key(chain * 100 + n);
+                let put = put(
+                    &store,
+                    &ns,
+                    &name,
+                    &bytes(n, SIZE),
+                    parent.as_ref().map(|k: &[u8; 32]| &k[..]),
+                );
+                assert_eq!(
+                    put,
+                    Put::Stored("dram"),
+                    "{policy}: block {n} of chain {chain}"
+                );
+                parent = Some(name);
+            }
+        }
+    }
+}
+
+#[test]
 fn a_put_that_waits_goes_on_when_a_lease_ends() {
     let store = dram(1 << 20);
     let ns = opaque(b"waits");
