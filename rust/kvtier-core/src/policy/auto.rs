@@ -16,6 +16,9 @@ const NOWHERE: u16 = u16::MAX;
 const MARGIN: f32 = 0.9;
 /// The same of a block that another tier holds: for little more a move does not pay.
 const MOVE: f32 = 1.25;
+/// What was used within so many uses as this part of a tier has blocks is not named while anything else
+/// can be, whatever it is worth: its request may go on, and is lost without it.
+const YOUNG: usize = 16;
 /// Blocks that one search passes at most because they are not eligible.
 const PATIENCE: usize = 1024;
 /// Blocks that one look at what is worth least moves to the lists where they belong at most.
@@ -47,9 +50,16 @@ fn is_ready(node: &Node) -> bool {
     node.flags & HERE != 0 && node.flags & (HELD | PASSED) == 0
 }
 
+/// Oldest and newest of the list of each age.
+type Ends = [(u32, u32); AGES];
+
+const EMPTY: Ends = [(NIL, NIL); AGES];
+
 /// The lists of one class.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Class {
+    /// `None` until a block is of it.
+    ends: Option<Box<Ends>>,
     /// A bit for each age whose list has blocks.
     filled: u64,
     /// The age whose list is worth least, and what it is worth, as of this version of what is
@@ -63,6 +73,7 @@ struct Class {
 impl Default for Class {
     fn default() -> Self {
         Class {
+            ends: None,
             filled: 0,
             age: 0,
             worth: f32::INFINITY,
@@ -93,9 +104,11 @@ struct Shared {
 #[derive(Debug)]
 struct Lists {
     nodes: Paged<Node>,
-    /// Oldest and newest of each list.
-    ends: Vec<(u32, u32)>,
     classes: Vec<Class>,
+    /// Classes that have lists.
+    seen: usize,
+    /// Blocks of lower ages do not count as worth least of their class.
+    young: usize,
     /// Blocks that a search had to pass, and blocks that stayed when they were named.
     passed: VecDeque<Handle>,
     deferred: VecDeque<Handle>,
@@ -137,8 +150,9 @@ impl Default for Lists {
     fn default() -> Self {
         Lists {
             nodes: Paged::new(ABSENT),
-            ends: vec![(NIL, NIL); CLASSES * AGES],
             classes: vec![Class::default(); CLASSES],
+            seen: 0,
+            young: 0,
             passed: VecDeque::new(),
             deferred: VecDeque::new(),
             searches: 0,
@@ -156,20 +170,34 @@ impl Lists {
             .is_some_and(|node| node.flags & HERE != 0)
     }
 
+    /// The oldest block of a list; of none, `NIL`.
+    fn oldest(&self, cell: usize) -> u32 {
+        let ends = &self.classes[cell / AGES].ends;
+        ends.as_ref().map_or(NIL, |ends| ends[cell % AGES].0)
+    }
+
+    fn ends(&mut self, cell: usize) -> &mut (u32, u32) {
+        let ends = self.classes[cell / AGES].ends.get_or_insert_with(|| {
+            self.seen += 1;
+            Box::new(EMPTY)
+        });
+        &mut ends[cell % AGES]
+    }
+
     fn link(&mut self, learned: &Learned, block: Handle) {
         let cell = learned.cell(block);
-        let newest = self.ends[cell].1;
+        let newest = self.ends(cell).1;
         let node = &mut self.nodes[block as usize];
         (node.prev, node.next, node.cell) = (newest, NIL, cell as u16);
         match newest {
-            NIL => self.ends[cell].0 = block,
+            NIL => self.ends(cell).0 = block,
             _ => self.nodes[newest as usize].next = block,
         }
-        self.ends[cell].1 = block;
+        self.ends(cell).1 = block;
         let class = &mut self.classes[cell / AGES];
         class.filled |= 1 << (cell % AGES);
         let worth = learned.worth(cell);
-        if worth < class.worth {
+        if worth < class.worth && cell % AGES >= self.young {
             (class.age, class.worth) = (cell % AGES, worth);
         }
     }
@@ -182,14 +210,14 @@ impl Lists {
         }
         let (prev, next, cell) = (node.prev, node.next, cell as usize);
         match prev {
-            NIL => self.ends[cell].0 = next,
+            NIL => self.ends(cell).0 = next,
             _ => self.nodes[prev as usize].next = next,
         }
         match next {
-            NIL => self.ends[cell].1 = prev,
+            NIL => self.ends(cell).1 = prev,
             _ => self.nodes[next as usize].prev = prev,
         }
-        if self.ends[cell].0 == NIL {
+        if self.oldest(cell) == NIL {
             let class = &mut self.classes[cell / AGES];
             class.filled &= !(1 << (cell % AGES));
             class.stale |= class.age == cell % AGES;
@@ -213,7 +241,7 @@ impl Lists {
                 let cell = self.sweep * AGES + ages.trailing_zeros() as usize;
                 ages &= ages - 1;
                 for _ in 0..4 {
-                    let oldest = self.ends[cell].0;
+                    let oldest = self.oldest(cell);
                     if oldest == NIL || learned.cell(oldest) == cell {
                         break;
                     }
@@ -223,15 +251,54 @@ impl Lists {
         }
     }
 
-    /// The list whose blocks are worth least, and what they are worth.
+    /// The list whose blocks are worth least, and what they are worth; of young ones only if there are
+    /// no others.
     fn cheapest(&mut self, learned: &Learned) -> Option<(usize, f32)> {
+        self.set_young(Learned::age_after(self.len / YOUNG));
+        loop {
+            let grown = self.cheapest_grown(learned);
+            if grown.is_some() || self.young == 0 {
+                return grown;
+            }
+            if !self.grow_up(learned) {
+                self.set_young(0);
+            }
+        }
+    }
+
+    fn set_young(&mut self, young: usize) {
+        if young != self.young {
+            self.young = young;
+            self.classes.iter_mut().for_each(|class| class.stale = true);
+        }
+    }
+
+    /// Moves the oldest block of each list of young ones that is not where it belongs. False: all are.
+    fn grow_up(&mut self, learned: &Learned) -> bool {
+        let mut moved = false;
+        for class in 0..CLASSES {
+            let mut ages = self.classes[class].filled & ((1 << self.young) - 1);
+            while ages != 0 {
+                let cell = class * AGES + ages.trailing_zeros() as usize;
+                ages &= ages - 1;
+                let oldest = self.oldest(cell);
+                if learned.cell(oldest) != cell {
+                    self.place(learned, oldest);
+                    moved = true;
+                }
+            }
+        }
+        moved
+    }
+
+    fn cheapest_grown(&mut self, learned: &Learned) -> Option<(usize, f32)> {
         let (mut cell, mut least) = (0, f32::INFINITY);
         for (number, class) in self.classes.iter_mut().enumerate() {
             let version = learned.version(number);
             if class.stale || class.version != version {
                 (class.stale, class.version) = (false, version);
                 class.worth = f32::INFINITY;
-                let mut ages = class.filled;
+                let mut ages = class.filled >> self.young << self.young;
                 while ages != 0 {
                     let age = ages.trailing_zeros() as usize;
                     ages &= ages - 1;
@@ -251,9 +318,10 @@ impl Lists {
     /// As [`Lists::cheapest`], with a block in front that belongs there. Where very many do not
     /// since the last search, one that does not will do.
     fn least(&mut self, learned: &Learned) -> Option<(usize, f32)> {
+        self.grow_up(learned);
         for _ in 0..STALE {
             let (cell, _) = self.cheapest(learned)?;
-            let oldest = self.ends[cell].0;
+            let oldest = self.oldest(cell);
             if learned.cell(oldest) == cell {
                 break;
             }
@@ -311,7 +379,7 @@ impl Lists {
         self.age(learned);
         for _ in 0..PATIENCE {
             let (cell, _) = self.least(learned)?;
-            let block = self.ends[cell].0;
+            let block = self.oldest(cell);
             if eligible(block) {
                 return Some(block);
             }
@@ -323,8 +391,8 @@ impl Lists {
     fn memory_bytes(&self) -> usize {
         self.learned_bytes
             + self.nodes.memory_bytes()
-            + self.ends.capacity() * size_of::<(u32, u32)>()
             + self.classes.capacity() * size_of::<Class>()
+            + self.seen * size_of::<Ends>()
             + (self.passed.capacity() + self.deferred.capacity()) * 4
     }
 }

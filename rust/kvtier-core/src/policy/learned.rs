@@ -96,6 +96,11 @@ impl Learned {
         block.class() * AGES + age_of(self.now().wrapping_sub(block.touched))
     }
 
+    /// The age of a block that was used so many uses ago.
+    pub fn age_after(uses: usize) -> usize {
+        age_of((uses as u64 / TICK) as u32)
+    }
+
     /// What a tick of keeping a block of this class and age is worth, in hits.
     pub fn worth(&self, cell: usize) -> f32 {
         self.reuse.worth(cell)

@@ -2,8 +2,8 @@
 
 use std::ops::{Index, IndexMut};
 
-/// Elements in a page.
-const PAGE: usize = 1024;
+/// Elements in a page: few, since there are policies of a handful of blocks.
+const PAGE: usize = 128;
 
 /// Numbered elements, each with a value from the start.
 #[derive(Debug)]

@@ -54,6 +54,18 @@ const WIDTHS: [f32; AGES] = {
     widths
 };
 
+/// The worth of a class that no block was of yet: where blocks of all ages are as likely to come back,
+/// the first interval is the best.
+const UNSEEN: [f32; AGES] = {
+    let mut worth = WIDTHS;
+    let mut age = 0;
+    while age < AGES {
+        worth[age] = UNKNOWN / (WIDTHS[age] * (1.0 - UNKNOWN / 2.0));
+        age += 1;
+    }
+    worth
+};
+
 /// Where an interval of age begins, in ticks.
 pub const fn age_begin(age: usize) -> u32 {
     if age < 4 {
@@ -133,6 +145,28 @@ impl Count {
     }
 }
 
+/// What is known of a class.
+#[derive(Debug)]
+struct Class {
+    counts: [Count; AGES],
+    worth: [f32; AGES],
+    /// How often its worth was computed.
+    version: u32,
+    /// Was it used since?
+    stale: bool,
+}
+
+impl Default for Class {
+    fn default() -> Self {
+        Class {
+            counts: [Count::default(); AGES],
+            worth: UNSEEN,
+            version: 0,
+            stale: false,
+        }
+    }
+}
+
 /// See the module.
 #[derive(Debug)]
 pub struct Reuse {
@@ -145,7 +179,9 @@ pub struct Reuse {
     buckets: Paged<u16>,
     /// For each interval of age: the oldest use that has not reached it.
     cursors: [u16; AGES],
-    counts: Vec<Count>,
+    /// By class; only those that blocks were of.
+    classes: Vec<Option<Box<Class>>>,
+    seen: usize,
     wide: Vec<Count>,
     common: [Count; AGES],
     /// Class and age of the last block that came back; blocks that did, and times that one did
@@ -153,11 +189,7 @@ pub struct Reuse {
     last: (u8, u8),
     backs: f32,
     bursts: f32,
-    worth: Vec<f32>,
-    /// How often each class's worth was computed.
-    versions: [u32; CLASSES],
-    /// Which classes were used since their worth was computed, and whose turn it is.
-    stale: [bool; CLASSES],
+    /// The class whose worth is computed next.
     turn: usize,
     now: u32,
     touches: u64,
@@ -167,44 +199,48 @@ pub struct Reuse {
 
 impl Default for Reuse {
     fn default() -> Self {
-        let mut reuse = Reuse {
+        Reuse {
             uses: Paged::new(NEVER),
             len: 0,
             oldest: NIL,
             newest: NIL,
             buckets: Paged::new(NIL),
             cursors: [NIL; AGES],
-            counts: vec![Count::default(); CLASSES * AGES],
+            classes: (0..CLASSES).map(|_| None).collect(),
+            seen: 0,
             wide: vec![Count::default(); GENERATIONS * 2 * AGES],
             common: [Count::default(); AGES],
             last: (0, 0),
             // A guess, soon forgotten.
             backs: 20.0,
             bursts: 1.0,
-            worth: vec![0.0; CLASSES * AGES],
-            versions: [0; CLASSES],
-            stale: [false; CLASSES],
             turn: 0,
             now: 0,
             touches: 0,
             sample: 0,
-        };
-        for class in 0..CLASSES {
-            reuse.refresh(class);
         }
-        reuse
     }
 }
 
 impl Reuse {
     /// What a tick of keeping a block of this class and age is worth, in hits.
     pub fn worth(&self, cell: usize) -> f32 {
-        self.worth[cell]
+        let class = &self.classes[cell / AGES];
+        class.as_ref().map_or(&UNSEEN, |class| &class.worth)[cell % AGES]
     }
 
     /// Changes whenever the worth of a class does.
     pub fn version(&self, class: usize) -> u32 {
-        self.versions[class]
+        self.classes[class]
+            .as_ref()
+            .map_or(0, |class| class.version)
+    }
+
+    fn class(&mut self, class: u8) -> &mut Class {
+        self.classes[class as usize].get_or_insert_with(|| {
+            self.seen += 1;
+            Box::default()
+        })
     }
 
     /// A block was used and is of this class now; `held` blocks are held.
@@ -214,8 +250,10 @@ impl Reuse {
             self.refresh_next();
         }
         if self.touches.is_multiple_of(MEMORY) {
-            let counts = self.counts.iter_mut().chain(&mut self.wide);
-            counts.chain(&mut self.common).for_each(Count::halve);
+            let seen = self.classes.iter_mut().flatten();
+            let counts = seen.flat_map(|class| &mut class.counts);
+            let counts = counts.chain(&mut self.wide).chain(&mut self.common);
+            counts.for_each(Count::halve);
             // Never nothing: their ratio is asked for whatever comes.
             self.backs = (self.backs / 2.0).max(1.0);
             self.bursts = (self.bursts / 2.0).max(1.0);
@@ -239,7 +277,7 @@ impl Reuse {
             }
             None => self.follow(hash),
         };
-        self.stale[class] = true;
+        self.class(class as u8).stale = true;
         let used = &mut self.uses[place as usize];
         (used.at, used.class, used.reached) = (now, class as u8, 0);
         self.append(place);
@@ -251,7 +289,7 @@ impl Reuse {
             && let Some(place) = self.find(hash)
         {
             self.uses[place as usize].class = class as u8;
-            self.stale[class] = true;
+            self.class(class as u8).stale = true;
         }
     }
 
@@ -357,10 +395,10 @@ impl Reuse {
 
     /// What counts blocks of this class at this age: by itself, and with wider ones.
     fn counts(&mut self, class: u8, age: usize) -> [&mut Count; 3] {
-        let class = class as usize;
+        let seen = self.classes[class as usize].get_or_insert_default();
         [
-            &mut self.counts[class * AGES + age],
-            &mut self.wide[wide_of(class) * AGES + age],
+            &mut seen.counts[age],
+            &mut self.wide[wide_of(class.into()) * AGES + age],
             &mut self.common[age],
         ]
     }
@@ -403,14 +441,16 @@ impl Reuse {
 
     /// Computes anew what blocks of a class are worth.
     fn refresh(&mut self, class: usize) {
+        let Some(seen) = &mut self.classes[class] else {
+            return;
+        };
         let mut chance = [0f32; AGES];
         let burst = self.backs / self.bursts;
         for (age, chance) in chance.iter_mut().enumerate() {
             let common = self.common[age].chance(UNKNOWN, PRIOR_WIDE * burst);
             let wide = self.wide[wide_of(class) * AGES + age];
             let wide = wide.chance(common, PRIOR_WIDE * burst);
-            let count = self.counts[class * AGES + age];
-            *chance = count.chance(wide, PRIOR * burst).min(0.99);
+            *chance = seen.counts[age].chance(wide, PRIOR * burst).min(0.99);
         }
         for age in 0..AGES {
             let (mut alive, mut hits, mut time, mut best) = (1f32, 0f32, 0f32, 0f32);
@@ -425,16 +465,17 @@ impl Reuse {
                     break;
                 }
             }
-            self.worth[class * AGES + age] = best;
+            seen.worth[age] = best;
         }
-        self.versions[class] = self.versions[class].wrapping_add(1);
+        seen.version = seen.version.wrapping_add(1);
     }
 
     /// Computes one class anew, if any was used.
     fn refresh_next(&mut self) {
         for _ in 0..CLASSES {
             self.turn = (self.turn + 1) % CLASSES;
-            if std::mem::take(&mut self.stale[self.turn]) {
+            let class = self.classes[self.turn].as_mut();
+            if class.is_some_and(|class| std::mem::take(&mut class.stale)) {
                 return self.refresh(self.turn);
             }
         }
@@ -444,7 +485,8 @@ impl Reuse {
     pub fn memory_bytes(&self) -> usize {
         self.uses.memory_bytes()
             + self.buckets.memory_bytes()
-            + (self.counts.capacity() + self.wide.capacity()) * size_of::<Count>()
-            + self.worth.capacity() * 4
+            + self.wide.capacity() * size_of::<Count>()
+            + self.classes.capacity() * size_of::<Option<Box<Class>>>()
+            + self.seen * size_of::<Class>()
     }
 }

@@ -329,6 +329,40 @@ proptest! {
 }
 
 #[test]
+fn auto_names_nothing_that_was_used_just_now() {
+    // Nothing ever comes back, so what is newest is worth least; yet its request may go on.
+    let mut policy = by_name("auto", 4000).unwrap();
+    let insert = |policy: &mut Box<dyn Policy>, h: Handle| {
+        let fingerprint = u64::from(h).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let meta = Meta {
+            fingerprint,
+            ..meta(None)
+        };
+        policy.on_insert(h, &meta);
+    };
+    for h in 0..20_000 {
+        insert(&mut policy, h);
+        if h >= 4000 {
+            let named = victims(&mut *policy, 1)[0];
+            assert!(named + 64 < h, "{named} of {h}");
+            policy.on_remove(named);
+        }
+    }
+    assert_eq!(
+        victims(&mut *policy, 8000).len(),
+        4000,
+        "but all if need be"
+    );
+}
+
+#[test]
+fn auto_takes_little_memory_before_it_knows_anything() {
+    let tiers = for_tiers("auto", &[1 << 20; 3]).unwrap();
+    let bytes: usize = tiers.iter().map(|policy| policy.memory_bytes()).sum();
+    assert!(bytes < 24 << 10, "{bytes}: there may be hundreds of shares");
+}
+
+#[test]
 fn what_auto_learns_in_one_tier_is_known_in_the_others() {
     // Two kinds of blocks go down to the lower tier: roots that are used every other round in the
     // upper one, and roots that never are. The lower one sees no use of either.
@@ -361,7 +395,8 @@ fn what_auto_learns_in_one_tier_is_known_in_the_others() {
     }
     let named = victims(&mut *tiers[1], 100);
     let right = named.iter().filter(|h| !used.iter().any(|u| u.0 == **h));
-    assert_eq!(right.count(), 100, "those go first that were never used");
+    // But for a few that came just now.
+    assert!(right.count() >= 95, "those go first that were never used");
     let (h, meta) = insert(&mut tiers, 0);
     assert!(
         tiers[1].admit(used[0].0, &used[0].1),
