@@ -348,7 +348,7 @@ def test_accounting_usage_right_after_a_restart(tiers: tuple[Dram, Nvme]) -> Non
 def test_accounting_the_disk_is_bounded(tmp_path: Path) -> None:
     """Ten times the capacity goes through, and the directory never grows."""
     nvme = Nvme(tmp_path / "kv", "16MiB")
-    with Store(Dram("4MiB"), nvme) as store:
+    with Store(Dram("4MiB"), nvme, policy="lru-leaf") as store:
         size = sum(path.stat().st_size for path in nvme.paths[0].iterdir())
         for turn in range(160):
             name = key(turn)

@@ -43,7 +43,7 @@ KINDS = ["host"] if WITHOUT else ["host", "cuda"]
 
 @pytest.fixture(params=KINDS)
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with Store(Hbm(4 * MIB, backend=request.param), Dram(32 * MIB)) as store:
+    with Store(Hbm(4 * MIB, backend=request.param), Dram(32 * MIB), policy="lru-leaf") as store:
         yield store
 
 

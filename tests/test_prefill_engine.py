@@ -56,7 +56,8 @@ def store_of(kind: str, place: Path) -> Iterator[Store]:
         (place / "cxl").write_bytes(bytes(32 << 20))
     else:
         (place / "nvme").mkdir(exist_ok=True)
-    with Store(*tiers[kind]) as store:
+    # What comes pushes down what is there.
+    with Store(*tiers[kind], policy="lru-leaf") as store:
         yield store
 
 

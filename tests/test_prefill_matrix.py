@@ -61,7 +61,7 @@ def over(kind: str, place: Path, model: Any, source: DictNamespace) -> Iterator[
         "cxl": (Dram("1MiB"), Cxl("32MiB", path=place / "cxl")),
     }
     (place / "cxl").write_bytes(bytes(32 << 20))
-    with Store(*tiers[kind]) as store:
+    with Store(*tiers[kind], policy="lru-leaf") as store:
         blocks = namespace(store, model, weights=b"tests")
         keys = copied(source, blocks, PROMPT)
         if kind == "hbm":

@@ -21,7 +21,7 @@ MEMORY = 8 * MIB
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    with Store(Dram(MEMORY)) as store:
+    with Store(Dram(MEMORY), policy="lru-leaf") as store:
         yield store
 
 
@@ -170,7 +170,7 @@ def test_what_lies_beside_a_namespace_counts_to_it(store: Store) -> None:
 
 
 def test_hbm_has_quotas_as_the_others_have() -> None:
-    with Store(Hbm("2MiB", backend="host"), Dram(MEMORY)) as store:
+    with Store(Hbm("2MiB", backend="host"), Dram(MEMORY), policy="lru-leaf") as store:
         tenant = store.namespace(b"tenant", quota=Quota(guaranteed={"hbm": "1MiB"}))
         capped = store.namespace(b"capped", quota=Quota(cap={"hbm": 0.125}))
         scan = store.namespace(b"scan")

@@ -35,7 +35,8 @@ class DiskBench:
         self.source = random_buffer(plan.lap)
         self.target = huge_buffer(plan.lap)
         self.bare = _kvtier.BareDisk(directory / "bare", plan.file)
-        self.store = Store(Dram(plan.front), Nvme(directory / "store", plan.file))
+        # What is written is never asked for again: only a policy that goes by age keeps the newest.
+        self.store = Store(Dram(plan.front), Nvme(directory / "store", plan.file), policy="lru-leaf")
         self.store.prefaulted(timeout=_WAIT)
         self.room = int(self.store.stats()["tiers"]["nvme"]["capacity_bytes"] * 0.97)
         self.at = 0

@@ -153,7 +153,7 @@ class Rig:
     @contextmanager
     def _over_cxl(self, gbs: float | None) -> Iterator[tuple[Store, Namespace]]:
         below = Cxl(self.room + 4 * self._front, numa_node=self.cxl_node, emulate_gbs=gbs)
-        with Store(Dram(self._front), below) as store:
+        with Store(Dram(self._front), below, policy="lru-leaf") as store:  # what comes pushes down what is there
             store.prefaulted(timeout=60)
             yield store, store.namespace(self.identity, self.layout)
 

@@ -17,8 +17,10 @@ const MARGIN: f32 = 0.9;
 /// The same of a block that another tier holds: for little more a move does not pay.
 const MOVE: f32 = 1.25;
 /// What was used within so many uses as this part of a tier has blocks is not named while anything else
-/// can be, whatever it is worth: its request may go on, and is lost without it.
+/// can be, whatever it is worth: its request may go on, and is lost without it. A tier of so few blocks
+/// can spare none.
 const YOUNG: usize = 16;
+const FEW: usize = 256;
 /// Blocks that one search passes at most because they are not eligible.
 const PATIENCE: usize = 1024;
 /// Blocks that one look at what is worth least moves to the lists where they belong at most.
@@ -49,6 +51,17 @@ const ABSENT: Node = Node {
 fn is_ready(node: &Node) -> bool {
     node.flags & HERE != 0 && node.flags & (HELD | PASSED) == 0
 }
+
+/// The numbers of the bits that are set, from the lowest on.
+fn bits(mut set: u128) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let lowest = (set != 0).then(|| set.trailing_zeros() as usize)?;
+        set &= set - 1;
+        Some(lowest)
+    })
+}
+
+const _: () = assert!(CLASSES <= u128::BITS as usize);
 
 /// Oldest and newest of the list of each age.
 type Ends = [(u32, u32); AGES];
@@ -105,6 +118,8 @@ struct Shared {
 struct Lists {
     nodes: Paged<Node>,
     classes: Vec<Class>,
+    /// A bit for each class that has blocks.
+    filled: u128,
     /// Classes that have lists.
     seen: usize,
     /// Blocks of lower ages do not count as worth least of their class.
@@ -151,6 +166,7 @@ impl Default for Lists {
         Lists {
             nodes: Paged::new(ABSENT),
             classes: vec![Class::default(); CLASSES],
+            filled: 0,
             seen: 0,
             young: 0,
             passed: VecDeque::new(),
@@ -194,6 +210,7 @@ impl Lists {
             _ => self.nodes[newest as usize].next = block,
         }
         self.ends(cell).1 = block;
+        self.filled |= 1 << (cell / AGES);
         let class = &mut self.classes[cell / AGES];
         class.filled |= 1 << (cell % AGES);
         let worth = learned.worth(cell);
@@ -221,6 +238,7 @@ impl Lists {
             let class = &mut self.classes[cell / AGES];
             class.filled &= !(1 << (cell % AGES));
             class.stale |= class.age == cell % AGES;
+            self.filled &= !(u128::from(class.filled == 0) << (cell / AGES));
         }
     }
 
@@ -254,7 +272,7 @@ impl Lists {
     /// The list whose blocks are worth least, and what they are worth; of young ones only if there are
     /// no others.
     fn cheapest(&mut self, learned: &Learned) -> Option<(usize, f32)> {
-        self.set_young(Learned::age_after(self.len / YOUNG));
+        self.set_young(Learned::age_after(self.len.saturating_sub(FEW) / YOUNG));
         loop {
             let grown = self.cheapest_grown(learned);
             if grown.is_some() || self.young == 0 {
@@ -276,7 +294,7 @@ impl Lists {
     /// Moves the oldest block of each list of young ones that is not where it belongs. False: all are.
     fn grow_up(&mut self, learned: &Learned) -> bool {
         let mut moved = false;
-        for class in 0..CLASSES {
+        for class in bits(self.filled) {
             let mut ages = self.classes[class].filled & ((1 << self.young) - 1);
             while ages != 0 {
                 let cell = class * AGES + ages.trailing_zeros() as usize;
@@ -293,7 +311,8 @@ impl Lists {
 
     fn cheapest_grown(&mut self, learned: &Learned) -> Option<(usize, f32)> {
         let (mut cell, mut least) = (0, f32::INFINITY);
-        for (number, class) in self.classes.iter_mut().enumerate() {
+        for number in bits(self.filled) {
+            let class = &mut self.classes[number];
             let version = learned.version(number);
             if class.stale || class.version != version {
                 (class.stale, class.version) = (false, version);
@@ -349,7 +368,7 @@ impl Lists {
         learned: &Learned,
         eligible: &mut dyn FnMut(Handle) -> bool,
     ) -> Option<Handle> {
-        let empty = self.classes.iter().all(|class| class.filled == 0);
+        let empty = self.filled == 0;
         self.searches += 1;
         // What stayed when it was named is not named again until others were.
         let seldom = usize::from(self.searches.is_multiple_of(8));

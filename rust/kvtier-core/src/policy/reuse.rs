@@ -446,8 +446,12 @@ impl Reuse {
         };
         let mut chance = [0f32; AGES];
         let burst = self.backs / self.bursts;
+        // An age that no block has reached yet is no better than those before it: else what was not seen
+        // to come back soon would be expected to come back late.
+        let mut unknown = UNKNOWN;
         for (age, chance) in chance.iter_mut().enumerate() {
-            let common = self.common[age].chance(UNKNOWN, PRIOR_WIDE * burst);
+            let common = self.common[age].chance(unknown, PRIOR_WIDE * burst);
+            unknown = common.min(UNKNOWN);
             let wide = self.wide[wide_of(class) * AGES + age];
             let wide = wide.chance(common, PRIOR_WIDE * burst);
             *chance = seen.counts[age].chance(wide, PRIOR * burst).min(0.99);

@@ -199,6 +199,28 @@ fn auto_learns_which_sessions_come_back() {
 }
 
 #[test]
+fn auto_keeps_what_is_newest_where_nothing_ever_came_back() {
+    let mut policy = by_name("auto", 500).unwrap();
+    for h in 0..5000u32 {
+        if policy.len() == 500 {
+            let victim = victims(&mut *policy, 1)[0];
+            policy.on_remove(victim);
+        }
+        let fingerprint = u64::from(h).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        policy.on_insert(
+            h,
+            &Meta {
+                fingerprint,
+                ..meta(None)
+            },
+        );
+    }
+    let here = victims(&mut *policy, 500);
+    let new = here.iter().filter(|&&h| h >= 4400).count();
+    assert!(new > 450, "{new} of 500 are of the last 600");
+}
+
+#[test]
 fn unknown_names_say_what_is_allowed() {
     let error = by_name("mru", 10).err().unwrap();
     assert!(error.to_string().contains("lru-leaf"));
