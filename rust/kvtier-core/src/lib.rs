@@ -3,6 +3,7 @@
 //! It knows nothing of Python and nothing of CUDA. [`store::Store`] is the whole of it to a user;
 //! its verbs live in [`put`], [`read`] and [`jobs`].
 
+mod account;
 mod admission;
 mod adopt;
 mod ages;

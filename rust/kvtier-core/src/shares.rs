@@ -11,6 +11,7 @@ use hashbrown::HashMap;
 use kvtier_codec::image::PAGE;
 use kvtier_nvme::Bytes;
 
+pub use crate::account::{Account, Held};
 pub(crate) use crate::claim::Claim;
 use crate::claim::{Moving, Way};
 use crate::error::{Error, Kind, Result};
@@ -101,40 +102,6 @@ pub(crate) struct Cap {
     pub(crate) free: i64,
     /// What is about to leave.
     pub(crate) going: i64,
-}
-
-/// What a namespace holds of a tier.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Held {
-    /// Blocks.
-    pub blocks: u64,
-    /// Their pages.
-    pub pages: u64,
-}
-
-/// A namespace's account.
-#[derive(Clone, Debug, Default)]
-pub struct Account {
-    group: usize,
-    /// By tier.
-    pub held: Vec<Held>,
-    /// Blocks read.
-    pub hits: u64,
-    /// Reads that found nothing.
-    pub misses: u64,
-    /// Blocks that left the store to make room.
-    pub evicted: u64,
-    /// Blocks that left since they were older than allowed.
-    pub expired: u64,
-}
-
-impl Account {
-    fn new(tiers: usize) -> Self {
-        Account {
-            held: vec![Held::default(); tiers],
-            ..Account::default()
-        }
-    }
 }
 
 /// Namespaces that are chosen among as one.

@@ -453,10 +453,8 @@ impl Policy for Auto {
         if !tiers[self.tier].is_here(block) {
             return;
         }
-        let mut holders = learned.hit(block);
-        while holders != 0 {
-            let lists = &mut tiers[holders.trailing_zeros() as usize];
-            holders &= holders - 1;
+        for tier in bits(learned.hit(block).into()) {
+            let lists = &mut tiers[tier];
             lists.nodes[block as usize].flags &= !PASSED;
             lists.place(learned, block);
         }

@@ -32,8 +32,9 @@ const CONTINUED: u8 = 1;
 /// Of the blocks that follow it, one was itself continued: whatever follows it next is a new branch.
 const SHARED: u8 = 2;
 const FLAGS: u8 = CONTINUED | SHARED;
-/// The first tier holds it; so many tiers there are at most.
+/// The first tier holds it.
 const FIRST: u8 = FLAGS + 1;
+/// So many tiers there are at most.
 pub const TIERS: usize = FIRST.leading_zeros() as usize + 1;
 
 const UNKNOWN: Block = Block {
