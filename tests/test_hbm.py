@@ -433,6 +433,23 @@ def test_what_cannot_be_read_from_the_pool_is_read_from_below() -> None:
         assert store.match(names).tiers == ["dram"] * 3
 
 
+def test_a_stream_that_was_given_is_the_one_that_is_used() -> None:
+    given: list[Any] = []
+
+    class Listening(HostBackend):
+        def deliver(self, deliveries: Any, stream: Any = None) -> Copying:
+            given.append(stream)
+            return super().deliver(deliveries, stream)
+
+    device = Listening(4 * MIB)
+    with Store(Hbm(4 * MIB, backend=device), Dram(32 * MIB)) as store:
+        names, out = fill(store, 1), device.empty(MIB)
+        for stream in (None, 0, 7):  # 0 is the default stream's address
+            assert store.get_into(names, [out], stream=stream)[0].hit
+            assert store.put(b"a copy of the 1st" + bytes([len(given)]), out, stream=stream).stored
+    assert given == [None, None, 0, 0, 7, 7]
+
+
 def test_closing_with_copies_in_flight() -> None:
     device = Gate(4 * MIB)
     store = Store(Hbm(4 * MIB, backend=device), Dram(32 * MIB))

@@ -128,7 +128,7 @@ class Namespace:
             DeadlineError: no room before the deadline.
         """
         if self._hbm is not None and (arrays := self._hbm.arrays([data], self.layout)) is not None:
-            (data,) = self._hbm.fetched(arrays, timeout, stream or self._hbm.stream_of([data]))
+            (data,) = self._hbm.fetched(arrays, timeout, self._hbm.stream_of([data], stream))
         code = self._core.put(self._space, key, data, parent, replaces, importance or 0.0, timeout)
         return put_result(bytes((code,)))
 
@@ -160,7 +160,7 @@ class Namespace:
         if self._hbm is not None:
             blocks = list(blocks)
             if (arrays := self._hbm.arrays(blocks, self.layout)) is not None:
-                stream = stream or self._hbm.stream_of(blocks)
+                stream = self._hbm.stream_of(blocks, stream)
                 return self._put_from_device(keys, arrays, parents, importance, timeout, stream)
         codes = self._core.put_many(self._space, keys, blocks, parents or (), None, importance or (), timeout)
         return put_results(codes)
@@ -214,7 +214,7 @@ class Namespace:
                 replaces=replaces,
                 importance=importance,
                 timeout=timeout,
-                stream=stream or hbm.stream_of([data]),
+                stream=hbm.stream_of([data], stream),
             )
         parents, scores = [parent], [importance or 0.0]
         codes = await aio.operation(
@@ -247,7 +247,7 @@ class Namespace:
                     parents=parents,
                     importance=importance,
                     timeout=timeout,
-                    stream=stream or hbm.stream_of(blocks),
+                    stream=hbm.stream_of(blocks, stream),
                 )
         codes = await aio.operation(
             lambda to, token: self._core.start_put_many(
@@ -328,7 +328,7 @@ class Namespace:
         if self._hbm is not None:
             outs = list(outs)
             if (arrays := self._hbm.arrays(outs, self.layout)) is not None:
-                stream = stream or self._hbm.stream_of(outs)
+                stream = self._hbm.stream_of(outs, stream)
                 if isinstance(picked, np.ndarray):
                     raise UnsupportedError(
                         "tokens=bool[keys, block_tokens] was given with arrays on a device, where each range would be a copy "
@@ -365,7 +365,7 @@ class Namespace:
         if (hbm := self._hbm) is not None:
             outs = list(outs)
             if hbm.holds(outs, self.layout):
-                stream = stream or hbm.stream_of(outs)
+                stream = hbm.stream_of(outs, stream)
                 return await asyncio.to_thread(
                     self.get_into, keys, outs, layers=layers, tokens=tokens, timeout=timeout, stream=stream
                 )

@@ -23,7 +23,7 @@ from kvtier.prefill.ahead import Lookahead
 from kvtier.prefill.attended import Attended
 from kvtier.prefill.cache import Room, RoomyLayer
 from kvtier.prefill.loading import Stages, is_device_of, layer_groups
-from kvtier.prefill.model import forward, layout_of, namespace
+from kvtier.prefill.model import forward, layout_of, namespace, synchronise
 from kvtier.prefill.plan import Meter
 from kvtier.prefill.prompt import check_fraction, check_parts, check_positions, token_ids
 from kvtier.prefill.request import Prefill, Request, needed, prefill_all
@@ -364,6 +364,7 @@ class PrefillEngine:
         except KvtierError:
             first = 0  # the write-back meets the same, and says so
         if first < len(keys):
+            synchronise(self.model.device)  # the write-back reads on a stream of its own
             self._writer.submit(pairs, readers, first, keys[first:], keys[first - 1] if first else None, target)
         return target
 

@@ -125,6 +125,8 @@ def _logits(
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for a GPU, so that a time is the work's and not its queueing's."""
+    """Wait for what this thread has queued on a GPU, so that a time is the work's and not its queueing's, and other streams may
+    use what was written. For that alone: copies into HBM go on.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()

@@ -269,6 +269,7 @@ def prefill_all(engine: PrefillEngine, requests: Sequence[Request], overlap: boo
     """
     logits: dict[Request, torch.Tensor] = {}
     ended: dict[Request, float] = {}
+    synchronise(engine.model.device)  # which may still read, for somebody else, what is the room now
     try:
         engine._stages.start([request.load for request in requests])
         if not overlap:

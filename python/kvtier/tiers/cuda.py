@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +22,11 @@ from kvtier.tiers.paged import check_slots, rows_of
 __all__ = ["CupyBackend", "missing"]
 
 _DLPACK_CUDA = 2
-_PORTABLE = 1  # cudaHostRegisterPortable, which CuPy does not name
+# Which CuPy does not name:
+_PORTABLE = 1  # cudaHostRegisterPortable
+_NOT_READY = 600  # cudaErrorNotReady
 _REGISTER = 1 << 30
 """Bytes registered with the driver at a time: one call for all of a large arena would hold its lock for seconds."""
-
 
 _PAGED = r"""
 // Between blocks and the rows of a paged KV. planes[p]: address, bytes from page to page, from token to token and from head
@@ -108,21 +112,27 @@ class _Event:
             self._event.record(stream)
 
     def done(self) -> bool:
-        ended = bool(self._failing(lambda: self._event.done))
-        if ended:
-            self._end()
-        return ended
+        # CuPy's own `done` takes an event that failed for one that is not there yet.
+        if self._cupy.cuda.runtime.eventQuery(self._event.ptr) == _NOT_READY:
+            return False
+        self._end()
+        return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        if timeout is None:
-            self._failing(self._event.synchronize)  # sleeps in the driver, without the interpreter
+        if timeout is not None and not self.done():
+            # A driver's event has no deadline: another thread waits, and this one waits for that.
+            waiter = threading.Thread(target=self._quietly, daemon=True)
+            waiter.start()
+            waiter.join(timeout)
+            if not self.done():
+                return False
+        try:
+            self._event.synchronize()  # sleeps in the driver, without the interpreter
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise StorageError(f"a copy failed ({error}): copy it again") from error
+        finally:
             self._end()
-            return True
-        # A driver's event has no deadline: another thread waits, and this one waits for that.
-        waiter = threading.Thread(target=self._quietly, daemon=True)
-        waiter.start()
-        waiter.join(timeout)
-        return self.done()
+        return True
 
     def before(self, stream: Any) -> None:
         _stream(self._cupy, self._device, stream).wait_event(self._event)
@@ -132,17 +142,8 @@ class _Event:
         return self._event
 
     def _quietly(self) -> None:
-        try:
+        with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError):  # the other thread meets it too
             self._event.synchronize()
-        except self._cupy.cuda.runtime.CUDARuntimeError:
-            return  # `done` says it
-
-    def _failing(self, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except self._cupy.cuda.runtime.CUDARuntimeError as error:
-            self._end()
-            raise StorageError(f"a copy failed ({error}): copy it again") from error
 
     def _end(self) -> None:
         if self._kept is not None:
@@ -167,6 +168,7 @@ class CupyBackend:
         self.name = f"cuda:{device}"
         self._lock = threading.Lock()
         self._registered: list[int] = []
+        """Where the pieces begin, in order of address."""
         self._under_way: set[_Event] = set()
         with cupy.cuda.Device(device):
             try:
@@ -185,10 +187,17 @@ class CupyBackend:
     def register(self, memory: NDArray[np.uint8]) -> None:
         """See :meth:`kvtier.tiers.DeviceBackend.register`."""
         begin, runtime = memory.ctypes.data, self._cupy.cuda.runtime
+        pieces: list[int] = []
         with self._lock, self._cupy.cuda.Device(self._device):
-            for at in range(begin, begin + memory.nbytes, _REGISTER):
-                runtime.hostRegister(at, min(_REGISTER, begin + memory.nbytes - at), _PORTABLE)
-                self._registered.append(at)
+            try:
+                for at in range(begin, begin + memory.nbytes, _REGISTER):
+                    runtime.hostRegister(at, min(_REGISTER, begin + memory.nbytes - at), _PORTABLE)
+                    pieces.append(at)
+            except runtime.CUDARuntimeError:
+                for at in pieces:  # the driver takes no copy of memory that it knows a part of
+                    runtime.hostUnregister(at)
+                raise
+            self._registered = sorted([*self._registered, *pieces])
 
     def copy_in(self, copies: Sequence[Copy], *, after: Copying | None = None) -> Copying:
         """See :meth:`kvtier.tiers.DeviceBackend.copy_in`."""
@@ -215,14 +224,32 @@ class CupyBackend:
             return self._copy(pairs, kind, stream, tuple(copies))
 
     def _copy(self, pairs: Sequence[tuple[int, int, int]], kind: int, stream: Any, kept: Sequence[Any]) -> _Event:
-        """Queue copies (to, from, bytes), under the lock. If one is refused, those before it have ended."""
-        try:
+        """Queue copies (to, from, bytes), under the lock."""
+        with self._queueing(stream):
             for to, source, size in pairs:
-                self._cupy.cuda.runtime.memcpyAsync(to, source, size, kind, stream.ptr)
-        except self._cupy.cuda.runtime.CUDARuntimeError as error:
-            stream.synchronize()
+                for at, end in self._pieces(to, source, size):
+                    self._cupy.cuda.runtime.memcpyAsync(to + at, source + at, end - at, kind, stream.ptr)
+            return self._event(stream, kept)
+
+    def _pieces(self, to: int, source: int, size: int) -> Iterator[tuple[int, int]]:
+        """Parts of a copy that lie in one registered piece each: the driver takes no other ones."""
+        cuts = {0, size}
+        for begin in (to, source):
+            first = bisect.bisect_right(self._registered, begin)
+            last = bisect.bisect_left(self._registered, begin + size)
+            cuts.update(at - begin for at in self._registered[first:last])
+        return itertools.pairwise(sorted(cuts))
+
+    @contextlib.contextmanager
+    def _queueing(self, stream: Any) -> Iterator[None]:
+        """Where the device refuses what is queued on a stream, say so; what was queued before has ended then."""
+        cuda = self._cupy.cuda
+        try:
+            yield
+        except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError, cuda.memory.OutOfMemoryError) as error:
+            with contextlib.suppress(cuda.runtime.CUDARuntimeError):  # a device that is lost refuses this too
+                stream.synchronize()
             raise StorageError(f"{self.name} refused a copy ({error}): see whether the device works") from error
-        return self._event(stream, kept)
 
     def _event(self, stream: Any, kept: Sequence[Any]) -> _Event:
         event = _Event(self._cupy, self._device, stream, kept, self._forget)
@@ -234,8 +261,7 @@ class CupyBackend:
         with self._lock:
             events = tuple(self._under_way)
         for event in events:
-            with contextlib.suppress(StorageError):
-                event.done()
+            event.done()
 
     def array(self, obj: Any) -> Any | None:
         """See :meth:`kvtier.tiers.DeviceBackend.array`."""
@@ -314,16 +340,17 @@ class CupyBackend:
             # Tokens a page and heads are counts; everything else is an address, or bytes.
             common = math.gcd(*bases, *(value for line in table for value in (*line[:4], *line[6:])))
             width = next(width for width in (16, 4, 1) if common % width == 0)
-            kernel = self._module.get_function(f"spread{width}")
-            arguments = (
-                cupy.asarray(np.array(bases, np.uint64)),
-                cupy.asarray(firsts.astype(np.int64)),
-                cupy.asarray(np.concatenate(where)),
-                cupy.asarray(np.array(table, np.int64)),
-            )
             grid = (len(blocks), len(rows), min(64, -(-most // (width * _THREADS))))
-            kernel(grid, (_THREADS,), (*arguments, np.int32(inward)))
-            return self._event(queue, (tuple(blocks), rows, arguments))
+            with self._queueing(queue):
+                arguments = (
+                    cupy.asarray(np.array(bases, np.uint64)),
+                    cupy.asarray(firsts.astype(np.int64)),
+                    cupy.asarray(np.concatenate(where)),
+                    cupy.asarray(np.array(table, np.int64)),
+                )
+                kernel = self._module.get_function(f"spread{width}")
+                kernel(grid, (_THREADS,), (*arguments, np.int32(inward)))
+                return self._event(queue, (tuple(blocks), rows, arguments))
 
     def _plane(self, plane: Any) -> Any:
         """A plane as CuPy knows it: as bytes where it is torch's, some dtypes of which CuPy has not."""
@@ -362,10 +389,12 @@ class CupyBackend:
             with contextlib.suppress(StorageError):
                 event.wait()
         with self._cupy.cuda.Device(self._device):
-            for stream in self._streams:
-                stream.synchronize()
-            # Before whoever owns that memory unmaps it.
-            for at in self._registered:
-                runtime.hostUnregister(at)
+            # The memory before whoever owns it unmaps it, also where the device is lost.
+            for work in (
+                *(stream.synchronize for stream in self._streams),
+                *(partial(runtime.hostUnregister, at) for at in self._registered),
+            ):
+                with contextlib.suppress(runtime.CUDARuntimeError):
+                    work()
         self._registered.clear()
         self._under_way.clear()

@@ -85,13 +85,15 @@ class HbmTier:
         return not self._thread.is_alive()
 
     @staticmethod
-    def stream_of(outs: Sequence[Any]) -> Any:
-        """The stream that torch uses now, where the first array is one of torch's; else ``None``, which is the library's."""
-        if outs and hasattr(outs[0], "data_ptr"):
+    def stream_of(arrays: Sequence[Any], stream: Any) -> Any:
+        """The stream that was given, which may be 0, the default one. Without one that of torch, where the first array is
+        torch's; else ``None``, which is the library's.
+        """
+        if stream is None and arrays and hasattr(arrays[0], "data_ptr"):
             import torch
 
-            return torch.cuda.current_stream(outs[0].device)
-        return None
+            return torch.cuda.current_stream(arrays[0].device)
+        return stream
 
     def arrays(self, outs: Sequence[Any], layout: KVLayout) -> list[Any] | None:
         """The callers' arrays as bytes if they lie on the device; ``None`` if none does."""
