@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvtier import Cxl, Dram, Nvme, Store
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.integrations.reference import DictNamespace
+from kvtier.integrations.tensors import BlockBuffer
 from kvtier.prefill import Prefill, PrefillEngine, forward, layout_of, namespace
 from kvtier.prefill.loading import layer_groups
 from kvtier.prefill.plan import Meter, plan
@@ -180,6 +181,31 @@ def test_a_layer_is_computed_while_the_next_one_still_loads(model: Any, stored: 
         warm = engine.run(PROMPT, front=0)
     same(warm, reference)
     assert held.loaded == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_the_first_layer_has_the_link_to_itself_and_is_copied_while_the_next_one_is_read(
+    model: Any, stored: DictNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, early = threading.Event(), []
+
+    def gate(layers: tuple[int, int]) -> None:
+        if layers[0]:
+            second.set()
+        else:
+            early.append(second.wait(0.1))
+
+    write_to = BlockBuffer.write_to
+
+    def copying(*args: Any) -> None:
+        assert second.wait(WAIT)
+        write_to(*args)
+
+    with PrefillEngine(model, stored, chunk_tokens=CHUNK) as engine:
+        reference = engine.run(PROMPT, front=0)
+    monkeypatch.setattr(BlockBuffer, "write_to", copying)
+    with PrefillEngine(model, Held(stored.layout, stored.blocks, gate=gate), chunk_tokens=CHUNK) as engine:
+        same(engine.run(PROMPT, front=0), reference)
+    assert early == [False]
 
 
 @pytest.mark.parametrize("order", ["tail-first", "front-first", "layer-by-layer", "tail-last"])

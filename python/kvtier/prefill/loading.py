@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -100,6 +100,7 @@ class Stages:
         self.hbm = hbm
         self._lock = threading.Lock()
         self._loads: list[Load] = []
+        self._working = 0
         self._free: queue.SimpleQueue[Stage] = queue.SimpleQueue()
         for _ in range(LOADERS):
             self._free.put(Stage(self.each, device))
@@ -111,14 +112,22 @@ class Stages:
         """
         with self._lock:
             self._loads += loads
-        for _ in range(LOADERS):
-            self._threads.submit(self._work)
+        self._one_more()
+
+    def _one_more(self) -> None:
+        """Let another loader begin, if one is idle. The first one has the link to itself until it has read its part: two
+        would share it, and the model wait twice as long for the first layers.
+        """
+        with self._lock:
+            if self._loads and self._working < LOADERS:
+                self._threads.submit(self._work)
+                self._working += 1
 
     def _work(self) -> None:
         stage = self._free.get()
         while (found := self._take()) is not None:
             load, part = found
-            load.read(part, stage)
+            load.read(part, stage, self._one_more)
         self._free.put(stage)
 
     def _take(self) -> tuple[Load, _Part] | None:
@@ -129,6 +138,7 @@ class Stages:
                 if (part := load.take()) is not None:
                     return load, part
                 self._loads.remove(load)
+            self._working -= 1
         return None
 
     def close(self) -> None:
@@ -267,11 +277,17 @@ class Load:
             self._reading += 1
             return self._items[self._next - 1]
 
-    def read(self, part: _Part, stage: Stage) -> None:
-        """A loader's work."""
+    def read(self, part: _Part, stage: Stage, came: Callable[[], None]) -> None:
+        """A loader's work.
+
+        Args:
+            part: what to read.
+            stage: where to.
+            came: called once it is read, before it is copied to where the model reads.
+        """
         error: BaseException | None = None
         try:
-            self._read(part, stage)
+            self._read(part, stage, came)
         except BaseException as caught:  # the model's thread raises it
             error = caught
         with self._changed:
@@ -280,7 +296,7 @@ class Load:
             self._open[part.group] -= error is None
             self._changed.notify_all()
 
-    def _read(self, part: _Part, stage: Stage) -> None:
+    def _read(self, part: _Part, stage: Stage, came: Callable[[], None]) -> None:
         group, layout = self._groups[part.group], self._blocks.layout
         wanted = [i for i in part.blocks if self._first + i not in self.missing]
         if not wanted:
@@ -305,6 +321,8 @@ class Load:
         except UNAVAILABLE as error:
             self._lose(wanted, str(error))
             return
+        finally:
+            came()
         bad = {at: result for at, result in enumerate(results) if not result.hit}
         if bad:
             self._lose([wanted[at] for at in bad], next(iter(bad.values())).reason or "the block is gone")
