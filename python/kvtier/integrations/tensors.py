@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,8 @@ class BlockBuffer:
             else:
                 planes = segment.unflatten(1, (2, tokens, heads, key_width)).permute(1, 3, 0, 2, 4)
                 self._views.append((planes[0], planes[1]))
+        on_host = memory.device.type == "cpu"
+        self._arrays = [(_whole(keys), _whole(values)) for keys, values in self._views] if on_host else []
 
     def rows(self, blocks: int) -> list[Any]:
         """The first ``blocks`` blocks as writable arrays of bytes, to put from or get into: NumPy's, on a GPU torch's."""
@@ -97,9 +99,8 @@ class BlockBuffer:
             blocks: how many blocks.
             at: which of its blocks is the first.
         """
-        for views, pair in zip(self._views, cache, strict=True):
-            for view, tensor in zip(views, pair, strict=True):
-                _copy(self._window(tensor, start, blocks), view[:, at : at + blocks])
+        for window, block in self._windows(cache, start, blocks, at):
+            _copy(window, block)
 
     def clear(self, blocks: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """Zero some tokens in all of its layers.
@@ -108,34 +109,44 @@ class BlockBuffer:
             blocks: which of its blocks each is in, ``int64[n]``.
             tokens: which token of the block it is.
         """
-        for views in self._views:
-            for view in views:
-                if view.device.type == "cpu":
-                    _whole(view)[:, blocks, tokens] = 0
-                else:
-                    view[:, torch.from_numpy(blocks).to(view.device), torch.from_numpy(tokens).to(view.device)] = 0
+        for arrays in self._arrays:
+            for array in arrays:
+                array[:, blocks, tokens] = 0
+        if not self._arrays:
+            device = self._bytes.device
+            places = torch.from_numpy(blocks).to(device), torch.from_numpy(tokens).to(device)
+            for views in self._views:
+                for view in views:
+                    view[:, *places] = 0
 
     def read_from(self, cache: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int, blocks: int) -> None:
         """Copy each layer's keys and values from token ``start`` on into the first ``blocks`` blocks; the reverse of
         :meth:`write_to`.
         """
-        for views, pair in zip(self._views, cache, strict=True):
-            for view, tensor in zip(views, pair, strict=True):
-                _copy(view[:, :blocks], self._window(tensor, start, blocks))
+        for window, block in self._windows(cache, start, blocks, 0):
+            _copy(block, window)
 
-    def _window(self, tensor: torch.Tensor, start: int, blocks: int) -> torch.Tensor:
-        """``[heads, blocks, block_tokens, width]``, a view of ``tensor``."""
+    def _windows(
+        self, cache: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int, blocks: int, at: int
+    ) -> Iterator[tuple[Any, Any]]:
+        """Tokens of each tensor of a cache, and of as many blocks: ``[heads, blocks, block_tokens, width]`` both, views. Within
+        the host's memory they are NumPy's: it copies on this thread alone, torch would take the cores that the model uses.
+        """
         tokens = self._layout.block_tokens
-        window: torch.Tensor = tensor[0].narrow(1, start, blocks * tokens).unflatten(1, (blocks, tokens))
-        return window
+        on_host = bool(self._arrays) and cache[0][0].device.type == "cpu"
+        ours: Sequence[tuple[Any, Any]] = self._arrays if on_host else self._views
+        for views, pair in zip(ours, cache, strict=True):
+            for view, tensor in zip(views, pair, strict=True):
+                one = _whole(tensor) if on_host else tensor.detach()
+                some = one[0, :, start : start + blocks * tokens]
+                yield some.reshape(some.shape[0], blocks, tokens, some.shape[2]), view[:, at : at + blocks]
 
 
-def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy; within the host's memory by NumPy, on this thread alone: torch would take the cores that the model uses."""
-    if to.device.type != "cpu" or source.device.type != "cpu":
+def _copy(to: Any, source: Any) -> None:
+    if isinstance(to, np.ndarray):
+        np.copyto(to, source)
+    else:
         to.copy_(source)
-        return
-    np.copyto(_whole(to), _whole(source))
 
 
 def _whole(tensor: torch.Tensor) -> NDArray[Any]:

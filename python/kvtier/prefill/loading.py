@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtier.integrations.tensors import BlockBuffer
+from kvtier.integrations.tensors import BlockBuffer, layer_shapes
 from kvtier.integrations.verbs import BlockNamespace
 from kvtier.layout import KVLayout
 from kvtier.prefill.cache import Room
@@ -69,6 +70,23 @@ class Stage:
     def __init__(self, size: int, device: torch.device) -> None:
         self._size = size
         self._device = device
+        self._shape: object = None
+        self._buffer: BlockBuffer | None = None
+        self._rows: list[Any] = []
+
+    def blocks(self, layout: KVLayout, layers: range, count: int, hbm: bool) -> tuple[BlockBuffer, list[Any]]:
+        """The memory as blocks of some layers, and the first ``count`` of them as arrays to get into. It is kept for the next
+        layers of the same shape: on two cores, what a loader does for each block is time that the model has not.
+        """
+        shape = (layout, hbm, layer_shapes(layout)[layers.start : layers.stop])
+        if self._buffer is None or shape != self._shape:
+            memory = self.on_device if hbm else self.on_host
+            each = layout.offsets[layers.stop] - layout.offsets[layers.start]
+            self._shape, self._buffer, self._rows = shape, BlockBuffer(layout, self._size // each, layers, memory), []
+        if len(self._rows) < count:
+            rows = self._buffer.rows(count)
+            self._rows = [_of_device(row) for row in rows] if hbm else rows
+        return self._buffer, self._rows[:count]
 
     @cached_property
     def on_host(self) -> torch.Tensor:
@@ -84,6 +102,10 @@ class Stage:
     def stream(self) -> torch.cuda.Stream | None:
         """Always the same: a copy that came too late for one request ends before the next one's begin."""
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    def queue(self) -> AbstractContextManager[Any]:
+        """What is copied within is queued on the stream, if there is one."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
 class Stages:
@@ -146,14 +168,27 @@ class Stages:
         self._threads.shutdown()
 
 
-class _Part(NamedTuple):
-    """Blocks that are read in one call."""
+class _Some(NamedTuple):
+    """Blocks that are read in one call, of layer after layer."""
 
-    group: int
-    blocks: Sequence[int]
+    numbers: Sequence[int]
     """Counted from the first of the load."""
+    keys: Sequence[bytes]
+    reads: NDArray[np.bool_]
+    """See :func:`tokens_to_read`."""
+    tokens: NDArray[np.bool_] | None
+    """The same; ``None`` for all."""
     hbm: bool
     """Whether they are read on the device."""
+    tiers: Mapping[str, int]
+    """Tokens to read, by the tier where they were found."""
+
+
+class _Part(NamedTuple):
+    """What is read in one call."""
+
+    group: int
+    some: _Some
 
 
 class Load:
@@ -216,12 +251,15 @@ class Load:
             for hbm in (True, False)
             if (some := [i for i in wanted if (stages.hbm and tiers[i] == "hbm") == hbm])
         ]
+        steps: dict[int, list[_Some]] = {}
         for number, group in enumerate(groups):
             step = max(1, stages.each // (layout.offsets[group.stop] - layout.offsets[group.start]))
-            before = len(self._items)
-            for hbm, some in kinds:
-                self._items += [_Part(number, some[at : at + step], hbm) for at in range(0, len(some), step)]
-            self._open.append(len(self._items) - before)
+            if step not in steps:
+                steps[step] = [
+                    self._some(some[at : at + step], hbm) for hbm, some in kinds for at in range(0, len(some), step)
+                ]
+            self._items += [_Part(number, some) for some in steps[step]]
+            self._open.append(len(steps[step]))
             self._group_of |= dict.fromkeys(group, number)
         self._next = 0
         self._error: BaseException | None = None
@@ -296,55 +334,59 @@ class Load:
             self._open[part.group] -= error is None
             self._changed.notify_all()
 
+    def _some(self, numbers: Sequence[int], hbm: bool) -> _Some:
+        reads = self._reads[numbers]
+        tiers: dict[str, int] = {}
+        for i, count in zip(numbers, reads.sum(1).tolist(), strict=True):
+            tiers[self._tiers[i]] = tiers.get(self._tiers[i], 0) + count
+        return _Some(numbers, [self._keys[i] for i in numbers], reads, None if reads.all() else reads, hbm, tiers)
+
     def _read(self, part: _Part, stage: Stage, came: Callable[[], None]) -> None:
-        group, layout = self._groups[part.group], self._blocks.layout
-        wanted = [i for i in part.blocks if self._first + i not in self.missing]
-        if not wanted:
+        group, layout, some = self._groups[part.group], self._blocks.layout, part.some
+        if self.missing:
+            some = self._some([i for i in some.numbers if self._first + i not in self.missing], some.hbm)
+        if not some.numbers:
             return
-        buffer = BlockBuffer(layout, len(wanted), group, stage.on_device if part.hbm else stage.on_host)
-        rows = buffer.rows(len(wanted))
-        reads = self._reads[wanted]
-        token = rows[0].nbytes // layout.block_tokens
-        if part.hbm:
-            rows = [_of_device(row) for row in rows]
+        buffer, rows = stage.blocks(layout, group, len(some.numbers), some.hbm)
         begun = time.perf_counter()
         left = None if self._deadline is None else max(0.0, self._deadline - begun)
         try:
-            with torch.cuda.stream(stage.stream):  # does nothing without one
+            with stage.queue():
                 results = self._blocks.get_into(
-                    [self._keys[i] for i in wanted],
-                    rows,
-                    layers=(group.start, group.stop),
-                    tokens=None if reads.all() else reads,
-                    timeout=left,
+                    some.keys, rows, layers=(group.start, group.stop), tokens=some.tokens, timeout=left
                 )
         except UNAVAILABLE as error:
-            self._lose(wanted, str(error))
+            self._lose(some.numbers, str(error))
             return
         finally:
             came()
         bad = {at: result for at, result in enumerate(results) if not result.hit}
         if bad:
-            self._lose([wanted[at] for at in bad], next(iter(bad.values())).reason or "the block is gone")
+            self._lose([some.numbers[at] for at in bad], next(iter(bad.values())).reason or "the block is gone")
         size = layout.block_tokens
         tensors = self._room.slice(group)
-        with torch.cuda.stream(stage.stream):
+        with stage.queue():
             if self._kept is not None:
-                buffer.clear(*np.nonzero(~self._kept[wanted]))
-            for first, last in _runs(wanted, bad):
-                buffer.write_to(tensors, (self._first + wanted[first]) * size, last - first, first)
+                buffer.clear(*np.nonzero(~self._kept[some.numbers]))
+            for first, last in _runs(some.numbers, bad):
+                buffer.write_to(tensors, (self._first + some.numbers[first]) * size, last - first, first)
         if stage.stream is not None:
             stage.stream.synchronize()
         ended = time.perf_counter()
+        tiers = some.tiers
+        if bad or "hbm" in tiers:
+            tiers = {}
+            for i, result, count in zip(some.numbers, results, some.reads.sum(1).tolist(), strict=True):
+                if result.hit:
+                    tier = str(result.tier) if self._tiers[i] == "hbm" else self._tiers[i]
+                    tiers[tier] = tiers.get(tier, 0) + count
+        token = rows[0].nbytes // size
+        span = (self._first + some.numbers[0]) * size, (self._first + some.numbers[-1] + 1) * size
         begins, ends = begun - self._begun, ended - self._begun
-        sizes: dict[str, int] = {}
-        for i, result, count in zip(wanted, results, reads.sum(1).tolist(), strict=True):
-            if result.hit:
-                tier = str(result.tier) if self._tiers[i] == "hbm" else self._tiers[i]
-                sizes[tier] = sizes.get(tier, 0) + count * token
-        span = (self._first + wanted[0]) * size, (self._first + wanted[-1] + 1) * size
         with self._changed:
-            self.events += [Event("load", group.start, span, begins, ends, tier, n) for tier, n in sizes.items()]
+            self.events += [
+                Event("load", group.start, span, begins, ends, tier, n * token) for tier, n in tiers.items()
+            ]
 
     def _lose(self, wanted: Sequence[int], reason: str) -> None:
         with self._changed:
