@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import threading
@@ -24,7 +25,7 @@ from kvtier.integrations.tensors import BlockBuffer
 from kvtier.prefill import Prefill, PrefillEngine, forward, layout_of, namespace
 from kvtier.prefill.loading import layer_groups
 from kvtier.prefill.plan import Meter, plan
-from kvtier.prefill.timeline import Event, busy, picture
+from kvtier.prefill.timeline import Event, busy, picture, rows
 from test_prefill import CONFIGS, build, llama, unsplit
 
 CHUNK, BLOCK = 32, 16
@@ -385,19 +386,35 @@ def test_the_timeline_is_complete(model: Any, stored: DictNamespace) -> None:
         report = engine.run(PROMPT, front=CHUNK).report
         report.stored.wait()
     computed = [event for event in report.timeline if event.kind == "compute"]
-    assert [(event.layer, event.tokens) for event in computed] == [
+    assert list(dict.fromkeys((event.layer, event.tokens) for event in computed)) == [
         (layer, span) for span in [(0, 32), (192, 210)] for layer in range(3)
     ]
+    assert sum(event.end_s - event.start_s for event in computed) == pytest.approx(report.compute_s)
+    stalls = [event for event in report.timeline if event.kind == "stall"]
+    assert sum(event.end_s - event.start_s for event in stalls) == pytest.approx(report.stalled_s)
+    assert busy([*computed, *stalls]) == pytest.approx(report.compute_s + report.stalled_s)  # at different times
     loads = [event for event in report.timeline if event.kind == "load"]
     assert sum(event.bytes for event in loads) == report.bytes["dict"] == 160 * stored.layout.bytes_per_token
     assert sorted(event.layer for event in loads) == [0, 1, 2]
     trace = json.loads(report.chrome_trace())["traceEvents"]
     assert sum(event["ph"] == "X" for event in trace) == len(report.timeline) + len(report.stored.events)
+    for row in range(1, 1 + len({event["tid"] for event in trace if event["ph"] == "X"})):
+        inside = sorted((e["ts"], e["ts"] + e["dur"]) for e in trace if e["ph"] == "X" and e["tid"] == row)
+        assert inside
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(inside))  # viewers drop what overlaps
     assert not report.emulated
     assert "emulated" not in report.why
     assert "emulated" not in json.dumps(trace)
     plain = json.dumps(report.to_dict())
     assert "blocks_stored" in plain
+
+
+def test_what_goes_on_at_a_time_has_rows_of_its_own() -> None:
+    spans = [(0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (2.5, 5.0)]
+    events = [*(Event("load", i, (0, 1), *span) for i, span in enumerate(spans)), Event("stall", 0, (0, 1), 0.5, 1.0)]
+    placed = rows(events[::-1])
+    assert [name for name, event in placed if event.kind == "load"] == ["loads", "loads 2", "loads", "loads 3"]
+    assert [name for name, event in placed if event.kind == "stall"] == ["model"]
 
 
 def test_busy_time_is_a_union() -> None:

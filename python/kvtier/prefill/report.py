@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from kvtier.prefill.storing import WriteBack
-from kvtier.prefill.timeline import Event, picture
+from kvtier.prefill.timeline import Event, picture, rows
 
 __all__ = ["PrefillReport"]
 
@@ -91,26 +91,27 @@ class PrefillReport:
         return plain | {name: getattr(self, name) for name in more}
 
     def chrome_trace(self) -> str:
-        """The timeline as a Chrome trace (JSON), for ``chrome://tracing`` or Perfetto: one row a kind, times in µs."""
-        rows = {"compute": 1, "stall": 1, "load": 2, "store": 3}
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
-            for tid, name in ((1, "model"), (2, "loads"), (3, "write-back"))
-        ]
+        """The timeline as a Chrome trace (JSON), for ``chrome://tracing`` or Perfetto, times in µs: a row for the model, one
+        for the write-back, and as many for loads as went on at a time.
+        """
         process = "prefill (emulated)" if self.emulated else "prefill"
-        events.append({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": process}})
-        events += [
-            {
-                "ph": "X",
-                "pid": 1,
-                "tid": rows[event.kind],
-                "name": event.kind if event.layer < 0 else f"{event.kind} layer {event.layer}",
-                "ts": event.start_s * 1e6,
-                "dur": (event.end_s - event.start_s) * 1e6,
-                "args": {"tokens": list(event.tokens), "tier": event.tier, "bytes": event.bytes},
-            }
-            for event in (*self.timeline, *self.stored.events)
-        ]
+        events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": process}}]
+        tids: dict[str, int] = {}
+        for row, event in rows((*self.timeline, *self.stored.events)):
+            if row not in tids:
+                tids[row] = len(tids) + 1
+                events.append({"ph": "M", "pid": 1, "tid": tids[row], "name": "thread_name", "args": {"name": row}})
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": tids[row],
+                    "name": event.kind if event.layer < 0 else f"{event.kind} layer {event.layer}",
+                    "ts": event.start_s * 1e6,
+                    "dur": (event.end_s - event.start_s) * 1e6,
+                    "args": {"tokens": list(event.tokens), "tier": event.tier, "bytes": event.bytes},
+                }
+            )
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
     def save_timeline(self, path: str | Path) -> None:

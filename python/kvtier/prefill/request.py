@@ -144,11 +144,11 @@ class Request:
         self.stalled += until - since
         self.events.append(Event("stall", layer, tokens, since - self.begun, until - self.begun))
 
-    def computed(self, span: Span, bounds: Sequence[float], seconds: float) -> None:
-        """A pass has ended: when each layer of it began, and the last one ended; and seconds without waits."""
-        for layer, (since, until) in enumerate(itertools.pairwise(bounds)):
+    def computed(self, span: Span, times: Sequence[tuple[int, float, float]]) -> None:
+        """A pass has ended: which layer was computed from when until when, without waits."""
+        for layer, since, until in times:
             self.events.append(Event("compute", layer, span, since - self.begun, until - self.begun))
-        self.passes.append((span[0], span[1] - span[0], seconds))
+        self.passes.append((span[0], span[1] - span[0], sum(until - since for _, since, until in times)))
 
     def keep(self, start: int, end: int) -> None:
         """Have the full blocks of a chunk stored."""
@@ -333,32 +333,33 @@ def _compute(
 def _pass(members: Sequence[tuple[Request, Span]], loading: Collection[Request]) -> torch.Tensor:
     """One pass of the model; the logits of each member's last token, ``[members, vocabulary]``."""
     model = members[0][0].engine.model
-    marks: list[float] = []
-    stalls = 0.0
+    times: list[tuple[int, float, float]] = []
+    since = 0.0
 
     def before(layer: int, request: Request) -> None:
-        nonlocal stalls
+        # A layer is seen when it updates the cache: what lies between two updates is counted to the first of them.
+        nonlocal since
         now = time.perf_counter()
-        if request is members[0][0]:
-            marks.append(now)
+        if layer and request is members[0][0]:
+            times.append((layer - 1, since, now))
+            since = now
         if request in loading and not request.load.ready(layer):
             request.load.wait(layer)
-            marks[-1] = time.perf_counter()
-            stalls += marks[-1] - now
+            if now > since:  # of this layer, while others of the pass waited or it did not have to
+                times.append((layer, since, now))
+            since = time.perf_counter()
             for waiting, span in members:
-                waiting.stall(now, marks[-1], layer, span)
+                waiting.stall(now, since, layer, span)
 
     for request, span in members:
         request.room.fill(span[0])
         request.room.watch(partial(before, request=request))
-    begun = time.perf_counter()
     parts = [(request.tokens[slice(*span)], request.room.cache) for request, span in members]
     looks = [None if request.mass is None else request.mass.look for request, _ in members]
+    since = time.perf_counter()
     logits = forward_all(model, parts, looks)
     synchronise(model.device)
-    ended = time.perf_counter()
-    # A layer is seen when it updates the cache: what lies between two updates is counted to the first of them.
-    bounds = [begun, *marks[1:], ended]
+    times.append((len(members[0][0].room.layers) - 1, since, time.perf_counter()))
     for request, span in members:
-        request.computed(span, bounds, ended - begun - stalls)
+        request.computed(span, times)
     return logits

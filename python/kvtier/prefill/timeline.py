@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-__all__ = ["Event", "busy", "picture"]
+__all__ = ["Event", "busy", "picture", "rows"]
 
 Kind = Literal["load", "compute", "stall", "store"]
 
@@ -40,6 +41,22 @@ def busy(events: Iterable[Event]) -> float:
             total += event.end_s - max(event.start_s, until)
             until = event.end_s
     return total
+
+
+_ROWS = {"compute": "model", "stall": "model", "load": "loads", "store": "write-back"}
+
+
+def rows(events: Iterable[Event]) -> list[tuple[str, Event]]:
+    """The events by their start, each with the name of a row in which it overlaps no other: viewers drop those that do."""
+    ends: dict[str, float] = {}
+    placed = []
+    for event in sorted(events, key=lambda e: e.start_s):
+        kind = _ROWS[event.kind]
+        names = itertools.chain([kind], (f"{kind} {number}" for number in itertools.count(2)))
+        row = next(name for name in names if ends.get(name, 0.0) <= event.start_s)
+        ends[row] = event.end_s
+        placed.append((row, event))
+    return placed
 
 
 _COLOURS = {"load": (11, 111, 184), "compute": (21, 128, 61), "stall": (194, 65, 12), "store": (126, 34, 206)}
