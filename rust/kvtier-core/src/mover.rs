@@ -461,16 +461,20 @@ impl Inner {
                 drop(shard);
                 return self.give_up(tier, h, force);
             }
+            let arena = &self.memory[tier].arena;
             let shares = &mut self.order.lock().shares;
             let (tag, pages) = (entry.namespace, entry.shape.pages());
-            let Some(going) = shares.going(tier, tag, pages, force.need) else {
+            // What somebody holds would be written and stay, and its copy may push out the next one's.
+            let free = !arena.is_pinned(entry.memory[tier]);
+            let going = free.then(|| shares.going(tier, tag, pages, force.need));
+            let Some(going) = going.flatten() else {
                 shares.defer(tier, h);
                 return false;
             };
-            let Some(pin) = self.memory[tier].arena.pin(entry.memory[tier]) else {
+            let Some(pin) = arena.pin(entry.memory[tier]) else {
                 return false;
             };
-            (entry.clone(), pin, going.telling(&self.memory[tier].arena))
+            (entry.clone(), pin, going.telling(arena))
         };
         if tier + 1 < self.memory.len() {
             return self.copy_down(tier, h, &entry, (pin, going), force);

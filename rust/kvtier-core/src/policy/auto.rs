@@ -124,10 +124,8 @@ struct Lists {
     seen: usize,
     /// Blocks of lower ages do not count as worth least of their class.
     young: usize,
-    /// Blocks that a search had to pass, and blocks that stayed when they were named.
+    /// Blocks that a search had to pass.
     passed: VecDeque<Handle>,
-    deferred: VecDeque<Handle>,
-    searches: u64,
     sweep: usize,
     len: usize,
     /// Bytes of what is learned that this tier counts.
@@ -170,8 +168,6 @@ impl Default for Lists {
             seen: 0,
             young: 0,
             passed: VecDeque::new(),
-            deferred: VecDeque::new(),
-            searches: 0,
             sweep: 0,
             len: 0,
             learned_bytes: 0,
@@ -350,49 +346,35 @@ impl Lists {
     }
 
     /// Takes a block that cannot leave now out of the lists; it is asked again later.
-    fn set_aside(&mut self, block: Handle, late: bool) {
+    fn set_aside(&mut self, block: Handle) {
         self.unlink(block);
         let node = &mut self.nodes[block as usize];
         node.flags |= PASSED;
         if node.flags & QUEUED == 0 {
             node.flags |= QUEUED;
-            if late {
-                self.deferred.push_back(block);
-            } else {
-                self.passed.push_back(block);
-            }
+            self.passed.push_back(block);
         }
     }
+
     fn victim(
         &mut self,
         learned: &Learned,
         eligible: &mut dyn FnMut(Handle) -> bool,
     ) -> Option<Handle> {
-        let empty = self.filled == 0;
-        self.searches += 1;
-        // What stayed when it was named is not named again until others were.
-        let seldom = usize::from(self.searches.is_multiple_of(8));
-        for (late, few) in [(false, 2), (true, seldom)] {
-            for _ in 0..if empty { PATIENCE } else { few } {
-                let queue = if late {
-                    &mut self.deferred
-                } else {
-                    &mut self.passed
-                };
-                let Some(block) = queue.pop_front() else {
-                    break;
-                };
-                let node = &mut self.nodes[block as usize];
-                node.flags &= !QUEUED;
-                if node.flags & PASSED == 0 {
-                    continue; // it was used or removed since
-                }
-                if eligible(block) {
-                    node.flags &= !PASSED;
-                    self.place(learned, block);
-                } else {
-                    self.set_aside(block, late);
-                }
+        for _ in 0..if self.filled == 0 { PATIENCE } else { 2 } {
+            let Some(block) = self.passed.pop_front() else {
+                break;
+            };
+            let node = &mut self.nodes[block as usize];
+            node.flags &= !QUEUED;
+            if node.flags & PASSED == 0 {
+                continue; // it was used or removed since
+            }
+            if eligible(block) {
+                node.flags &= !PASSED;
+                self.place(learned, block);
+            } else {
+                self.set_aside(block);
             }
         }
         self.age(learned);
@@ -402,7 +384,7 @@ impl Lists {
             if eligible(block) {
                 return Some(block);
             }
-            self.set_aside(block, false);
+            self.set_aside(block);
         }
         None
     }
@@ -412,7 +394,7 @@ impl Lists {
             + self.nodes.memory_bytes()
             + self.classes.capacity() * size_of::<Class>()
             + self.seen * size_of::<Ends>()
-            + (self.passed.capacity() + self.deferred.capacity()) * 4
+            + self.passed.capacity() * size_of::<Handle>()
     }
 }
 
@@ -473,15 +455,6 @@ impl Policy for Auto {
             lists.nodes[block as usize].flags &= QUEUED;
             lists.len -= 1;
             lists.learned_bytes += learned.growth();
-        });
-    }
-
-    fn defer(&mut self, block: Handle) {
-        // Not a use: nothing is learned from it. It is set aside, so that others are named.
-        self.with(|_, lists| {
-            if lists.nodes.get(block as usize).is_some_and(is_ready) {
-                lists.set_aside(block, true);
-            }
         });
     }
 

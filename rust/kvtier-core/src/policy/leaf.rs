@@ -1,24 +1,38 @@
 //! Chain order over any policy: a block leaves only after its children.
 
+use std::collections::VecDeque;
+
 use super::{Handle, Meta, Policy};
 use crate::index::grow;
 
 const NIL: u32 = u32::MAX;
 
+/// Blocks that stayed and still are not eligible, which one search passes at most.
+const PATIENCE: usize = 1024;
+
 #[derive(Clone, Copy, Debug)]
 struct Node {
     parent: u32,
+    /// In all but the lowest bit, which says whether it stayed when it was named.
     children: u32,
 }
+
+const STAYED: u32 = 1;
+const CHILD: u32 = 2;
 
 /// Lets the inner policy choose among the leaves: blocks without a child in this tier.
 ///
 /// The others are held back, so a search never walks over them. Victims of one call may be a leaf,
-/// then its parent, and so on: each is a leaf once those named before it have left.
+/// then its parent, and so on: each is a leaf once those named before it have left. What stayed when it
+/// was named is held back too, until as many others were named as there are; where no others are left, it
+/// is named in the order in which it stayed. So whoever asks on gets each block once.
 #[derive(Debug)]
 pub struct Leaf<P> {
     inner: P,
     nodes: Vec<Node>,
+    /// What stayed, and the search that may name it again.
+    stayed: VecDeque<(Handle, u32)>,
+    searches: u32,
 }
 
 impl<P: Policy> Leaf<P> {
@@ -27,6 +41,8 @@ impl<P: Policy> Leaf<P> {
         Leaf {
             inner,
             nodes: Vec::new(),
+            stayed: VecDeque::new(),
+            searches: 0,
         }
     }
 
@@ -39,15 +55,65 @@ impl<P: Policy> Leaf<P> {
         &mut self.nodes[block as usize]
     }
 
-    /// Changes how many children count; a block with none is a leaf.
-    fn count(&mut self, parent: Handle, change: i32) {
+    /// A child came.
+    fn gain(&mut self, parent: Handle) {
         let node = self.node(parent);
-        let before = node.children;
-        node.children = before.wrapping_add_signed(change);
-        let after = node.children;
-        if (before == 0) != (after == 0) {
-            self.inner.hold(parent, after > 0);
+        node.children += CHILD;
+        if node.children == CHILD {
+            self.inner.hold(parent, true);
         }
+    }
+
+    /// A child left; a block with none is a leaf, and may be named at once.
+    fn lose(&mut self, parent: Handle) {
+        let node = self.node(parent);
+        node.children -= CHILD;
+        if node.children < CHILD {
+            node.children = 0;
+            self.inner.hold(parent, false);
+        }
+    }
+
+    /// Is it still so that a block stayed, and that nothing else holds it back?
+    fn only_stayed(&self, block: Handle) -> bool {
+        self.nodes[block as usize].children == STAYED
+    }
+
+    /// A block that stayed may be named again.
+    fn release(&mut self, block: Handle) {
+        if self.only_stayed(block) {
+            self.inner.hold(block, false);
+        }
+        self.node(block).children &= !STAYED;
+    }
+
+    fn next(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
+        self.searches = self.searches.wrapping_add(1);
+        // In one of two searches: so what still cannot leave costs one more for each.
+        if self.searches.is_multiple_of(2)
+            && let Some(&(block, due)) = self.stayed.front()
+            && due.wrapping_sub(self.searches).cast_signed() <= 0
+        {
+            self.stayed.pop_front();
+            self.release(block);
+        }
+        let named = self.inner.victim(eligible);
+        if named.is_some() {
+            return named;
+        }
+        for _ in 0..PATIENCE.min(self.stayed.len()) {
+            let (block, due) = self.stayed.pop_front()?;
+            let leaf = self.only_stayed(block);
+            if leaf && !eligible(block) {
+                self.stayed.push_back((block, due));
+                continue;
+            }
+            self.release(block);
+            if leaf {
+                return Some(block);
+            }
+        }
+        None
     }
 }
 
@@ -68,7 +134,7 @@ impl<P: Policy> Policy for Leaf<P> {
             self.inner.hold(block, true); // its children came first
         }
         if let Some(parent) = meta.parent {
-            self.count(parent, 1);
+            self.gain(parent);
         }
     }
 
@@ -86,14 +152,22 @@ impl<P: Policy> Policy for Leaf<P> {
         if self.inner.len() == before {
             return; // it was not here
         }
-        let parent = std::mem::replace(&mut self.node(block).parent, NIL);
+        let node = self.node(block);
+        node.children &= !STAYED;
+        let parent = std::mem::replace(&mut node.parent, NIL);
         if parent != NIL {
-            self.count(parent, -1);
+            self.lose(parent);
         }
     }
 
     fn defer(&mut self, block: Handle) {
-        self.inner.defer(block);
+        let node = self.node(block);
+        if node.children & STAYED == 0 {
+            node.children += STAYED;
+            self.inner.hold(block, true);
+            let due = self.searches.wrapping_add(self.inner.len() as u32);
+            self.stayed.push_back((block, due));
+        }
     }
 
     fn set_importance(&mut self, block: Handle, score: f32) {
@@ -106,7 +180,7 @@ impl<P: Policy> Policy for Leaf<P> {
     }
 
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
-        self.inner.victim(eligible)
+        self.next(eligible)
     }
 
     fn victims(
@@ -117,7 +191,7 @@ impl<P: Policy> Policy for Leaf<P> {
     ) {
         let named = out.len();
         while out.len() < named + n {
-            let Some(block) = self.inner.victim(eligible) else {
+            let Some(block) = self.next(eligible) else {
                 break;
             };
             out.push(block);
@@ -125,13 +199,13 @@ impl<P: Policy> Policy for Leaf<P> {
             // As if it had left: its parent may be a leaf then.
             let parent = self.nodes[block as usize].parent;
             if parent != NIL {
-                self.count(parent, -1);
+                self.lose(parent);
             }
         }
         for &block in out[named..].iter().rev() {
             let parent = self.nodes[block as usize].parent;
             if parent != NIL {
-                self.count(parent, 1);
+                self.gain(parent);
             }
             self.inner.hold(block, false);
         }
@@ -142,6 +216,8 @@ impl<P: Policy> Policy for Leaf<P> {
     }
 
     fn memory_bytes(&self) -> usize {
-        self.inner.memory_bytes() + self.nodes.capacity() * size_of::<Node>()
+        self.inner.memory_bytes()
+            + self.nodes.capacity() * size_of::<Node>()
+            + self.stayed.capacity() * size_of::<(Handle, u32)>()
     }
 }

@@ -68,10 +68,9 @@ pub trait Policy: Send {
     }
     /// A block left, as a victim or otherwise. Unknown blocks are ignored.
     fn on_remove(&mut self, block: Handle);
-    /// A block that was named stays, because somebody holds it: others are named before it is again.
-    fn defer(&mut self, block: Handle) {
-        self.on_hit(block);
-    }
+    /// A block that was named stays, because somebody holds it: it is named again after as many others as
+    /// there are, or all. [`Leaf`] sees to it.
+    fn defer(&mut self, _block: Handle) {}
     /// The caller's score of a block changed.
     fn set_importance(&mut self, _block: Handle, _score: f32) {}
     /// From now on the block is not named, or may be named again; its place in the order stays.

@@ -20,10 +20,6 @@ impl Policy for Fifo {
         self.queue.remove(block);
     }
 
-    fn defer(&mut self, block: Handle) {
-        self.queue.renew(block);
-    }
-
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
         self.queue.first(eligible)
     }
@@ -80,10 +76,6 @@ impl Policy for Clock {
 
     fn on_remove(&mut self, block: Handle) {
         self.queue.remove(block);
-    }
-
-    fn defer(&mut self, block: Handle) {
-        self.queue.renew(block);
     }
 
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {

@@ -108,10 +108,6 @@ impl Policy for S3Fifo {
         }
     }
 
-    fn defer(&mut self, block: Handle) {
-        self.queue.renew(block);
-    }
-
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
         self.queue.ask_again(eligible);
         let first = if self.small_pages >= self.small_limit {

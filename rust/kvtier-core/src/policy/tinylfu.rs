@@ -145,10 +145,6 @@ impl Policy for WTinyLfu {
         }
     }
 
-    fn defer(&mut self, block: Handle) {
-        self.queue.renew(block);
-    }
-
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {
         self.queue.ask_again(eligible);
         let settled = self.queue.find((PROBATION, 0), eligible).map(|(_, b)| b);
