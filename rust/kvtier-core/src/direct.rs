@@ -127,6 +127,7 @@ impl Inner {
                 buf,
                 hold: nvme.hold(cold.slot),
                 urgent: true,
+                attended: None,
                 done: Box::new(move |result| {
                     let mut state = latch.state.lock();
                     state.0 -= 1;

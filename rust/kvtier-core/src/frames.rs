@@ -116,6 +116,7 @@ impl Wanted {
             buf,
             hold,
             urgent: true,
+            attended: None,
             done: Box::new(move |result| match result {
                 Ok(()) => then(&this),
                 Err(_) => this.arrive(Err(Miss::Device)),

@@ -440,7 +440,7 @@ impl Inner {
             }
             (None, _) => {}
         }
-        match self.load(known, queued.priority > 0, false, deadline) {
+        match self.load(known, queued.priority > 0, false, deadline, None) {
             // Into HBM it goes in a turn of its own: this thread may wait for room there.
             Found::Resident if queued.goal == Goal::Hbm => {
                 self.prefetcher(Goal::Hbm).push(queued.alone());

@@ -60,6 +60,7 @@ impl Store {
         inner.check_open()?;
         let ids = self.inner.ids(ns, keys)?;
         let mut ahead = Ahead::new(ids.len());
+        let attended = (ids.len() == 1).then_some(deadline);
         let mut leases = Vec::with_capacity(ids.len());
         let mut used = Vec::with_capacity(ids.len());
         for (i, id) in ids.iter().enumerate() {
@@ -67,11 +68,13 @@ impl Store {
                 let Some((known, bytes)) = inner.cold_only(&ids[next]) else {
                     return Ok((None, true));
                 };
-                Ok(match inner.load(known, true, true, Instant::now()) {
-                    Found::Flying(flight) => (Some((Watched { flight, inner }, bytes)), true),
-                    Found::Resident | Found::Nowhere => (None, true),
-                    Found::Failed(_) => (None, false),
-                })
+                Ok(
+                    match inner.load(known, true, true, Instant::now(), attended) {
+                        Found::Flying(flight) => (Some((Watched { flight, inner }, bytes)), true),
+                        Found::Resident | Found::Nowhere => (None, true),
+                        Found::Failed(_) => (None, false),
+                    },
+                )
             })?;
             let leased = inner.lease_one(id, first, verify, deadline, &mut || ahead.give_way(i));
             match leased {
@@ -189,10 +192,10 @@ impl Inner {
                 let Some((tier, start)) = entry.in_memory() else {
                     drop(shard);
                     drop(loaded);
-                    let mut found = self.load(known, true, true, Instant::now());
+                    let mut found = self.load(known, true, true, Instant::now(), None);
                     if matches!(found, Found::Failed(miss) if miss.is_passing()) {
                         give_way();
-                        found = self.load(known, true, true, deadline);
+                        found = self.load(known, true, true, deadline, None);
                     }
                     match found {
                         Found::Flying(flight) => {

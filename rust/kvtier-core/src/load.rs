@@ -154,13 +154,15 @@ pub(crate) fn readable(cold: &Cold, plain: Shape) -> Option<Shape> {
 
 impl Inner {
     /// Finds the block in memory, joins its flight, or starts one. Waits until `deadline` for a
-    /// slot to load it into; see [`Inner::reserve`].
+    /// slot to load it into; see [`Inner::reserve`]. `attended`: until then the caller has nothing to do
+    /// but to wait for it.
     pub(crate) fn load(
         self: &Arc<Self>,
         block: Known,
         urgent: bool,
         watch: bool,
         deadline: Instant,
+        attended: Option<Instant>,
     ) -> Found {
         let (flight, tag, hold) = {
             let mut shard = self.index.shard(block.0);
@@ -232,6 +234,7 @@ impl Inner {
                 buf,
                 hold,
                 urgent,
+                attended,
                 done: Box::new(move |result| match result {
                     Ok(()) => landing.arrive(&inner, pin),
                     Err(_) => {

@@ -75,6 +75,8 @@ struct Request<'a> {
     id: Id,
     out: Out,
     deadline: Instant,
+    /// It is the only one of its call.
+    alone: bool,
 }
 
 impl Request<'_> {
@@ -171,6 +173,7 @@ impl Store {
                 id,
                 out,
                 deadline,
+                alone: keys.len() == 1,
             })
             .collect();
         let mut ahead = Ahead::new(requests.len());
@@ -290,7 +293,8 @@ impl Inner {
         if let Some(pending) = self.begin_direct(known, request)? {
             return Ok(Begun::Pending(pending));
         }
-        Ok(match self.load(known, true, true, deadline) {
+        let attended = request.alone.then_some(request.deadline);
+        Ok(match self.load(known, true, true, deadline, attended) {
             Found::Flying(flight) => Begun::Pending(Pending::Flight(Watched {
                 flight,
                 inner: self,

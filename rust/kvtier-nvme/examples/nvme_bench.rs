@@ -147,6 +147,7 @@ fn tier(tier: &NvmeTier, arena: Arena, block: usize) -> (f64, f64) {
             buf: arena.part(place * block, block),
             hold: tier.hold(slot),
             urgent: false,
+            attended: None,
             done: Box::new(move |result| {
                 result.expect("read");
                 let _ = back.send(place);
@@ -191,6 +192,7 @@ fn latency(store: &NvmeTier, bare_file: &Path, arena: Arena) -> (f64, f64) {
             buf: arena.part(0, BLOCK),
             hold: store.hold(slot),
             urgent: true,
+            attended: None,
             done: Box::new(move |result| back.send(result.is_ok()).unwrap_or(())),
         });
         assert_eq!(done.recv(), Ok(true));

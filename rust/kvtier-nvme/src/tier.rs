@@ -156,6 +156,9 @@ pub struct Read {
     pub hold: SlotHold,
     /// Goes ahead of reads that nobody waits for yet.
     pub urgent: bool,
+    /// Until then, whoever starts it has nothing else to do: it may complete on his thread before the call
+    /// returns.
+    pub attended: Option<Instant>,
     /// Called when the bytes are there.
     pub done: Done,
 }

@@ -355,6 +355,7 @@ impl Volume {
             buf,
             hold,
             urgent,
+            attended,
             done,
         } = read;
         let (at, end) = (u64::from(offset), u64::from(offset) + u64::from(len));
@@ -378,29 +379,32 @@ impl Volume {
             )));
         }
         let this = self.clone();
-        self.engine.submit(Op {
-            kind: Kind::Read,
-            offset: self.geometry.data_at(slot.start) + at,
-            len: len as usize,
-            buf,
-            urgent,
-            done: Box::new(move |result| {
-                drop(hold);
-                let counters = &this.counters;
-                match &result {
-                    Ok(()) => {
-                        count(&counters.reads, 1);
-                        count(&counters.read_bytes, u64::from(len));
+        let op =
+            Op {
+                kind: Kind::Read,
+                offset: self.geometry.data_at(slot.start) + at,
+                len: len as usize,
+                buf,
+                urgent,
+                done: Box::new(move |result| {
+                    drop(hold);
+                    let counters = &this.counters;
+                    match &result {
+                        Ok(()) => {
+                            count(&counters.reads, 1);
+                            count(&counters.read_bytes, u64::from(len));
+                        }
+                        Err(_) => count(&counters.read_errors, 1),
                     }
-                    Err(_) => count(&counters.read_errors, 1),
-                }
-                done(
-                    result.map_err(|e| {
+                    done(result.map_err(|e| {
                         Error::io(format!("cannot read a block from {}", this.name), e)
-                    }),
-                );
-            }),
-        });
+                    }));
+                }),
+            };
+        match attended {
+            Some(until) => self.engine.attend(op, until),
+            None => self.engine.submit(op),
+        }
     }
 
     /// Records that the slot is free (or, with [`Change::Quarantine`], never used again).

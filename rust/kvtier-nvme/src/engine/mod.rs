@@ -1,5 +1,6 @@
 //! Engines: how reads and writes get to a device.
 
+mod lone;
 mod queue;
 pub mod threads;
 pub mod uring;
@@ -49,7 +50,7 @@ pub struct Op {
     pub buf: IoBuf,
     /// Goes ahead of reads that are not.
     pub urgent: bool,
-    /// Called once, on a thread of the engine, without any lock.
+    /// Called once, without any lock, on a thread of the engine, or on that of who submits or attends.
     pub done: Box<dyn FnOnce(io::Result<()>) + Send>,
 }
 
@@ -58,6 +59,12 @@ pub trait Engine: Send + Sync {
     /// Starts an operation; never blocks on the device. After [`Engine::close`] it fails at once,
     /// on the caller's thread.
     fn submit(&self, op: Op);
+
+    /// As [`Engine::submit`], for a caller who has nothing else to do until then. A read that nothing
+    /// else is beside may complete on his thread.
+    fn attend(&self, op: Op, _until: Instant) {
+        self.submit(op);
+    }
 
     /// Lets the engine set up `len` bytes at `ptr` for faster transfers; returns what to pass to
     /// [`Engine::unregister`]. May do nothing.

@@ -180,6 +180,37 @@ impl Queue {
         Ok(())
     }
 
+    /// Begins a read that is one piece, if nothing else waits or is in flight; hands it back otherwise.
+    pub(super) fn begin_alone(&mut self, op: Op) -> Result<Piece, Op> {
+        let idle = self.vacant.len() == self.jobs.len() && self.pace.is_none() && !self.closed;
+        if !idle || op.kind != Kind::Read || op.len > LAST_PIECE || op.len == 0 {
+            return Err(op);
+        }
+        let line = usize::from(!op.urgent);
+        let _ = self.push(op); // it is not closed
+        match self.cut(line, false) {
+            Some(piece) => Ok(piece),
+            None => unreachable!("what was just added is the first"),
+        }
+    }
+
+    /// Takes back a piece that did not get through: it is the next to go.
+    pub(super) fn take_back(&mut self, piece: Piece) {
+        self.pieces -= 1;
+        self.in_flight -= piece.len;
+        let Some(job) = self.jobs[piece.job].as_mut() else {
+            return;
+        };
+        job.pending -= 1;
+        job.issued = 0;
+        self.waiting[usize::from(!job.op.urgent)].push_front(piece.job);
+    }
+
+    /// Does any operation wait to be sent, or to end the queue?
+    pub(super) fn wants(&self) -> bool {
+        self.closed || self.waiting.iter().any(|line| !line.is_empty())
+    }
+
     /// Refuses further operations. Those that were added still run.
     pub(super) fn close(&mut self) {
         self.closed = true;
@@ -330,6 +361,11 @@ impl Piece {
     /// Where the rest of it lies on the device.
     pub(super) fn offset(&self) -> u64 {
         self.offset + self.progress.moved() as u64
+    }
+
+    /// Does this answer, bytes moved or an error's negative number, say that all of it was moved?
+    pub(super) fn is_whole(&self, answer: i64) -> bool {
+        usize::try_from(answer) == Ok(self.len)
     }
 
     /// Takes the device's answer: bytes moved, or an error.

@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::lone::Lone;
 use super::queue::{Next, Piece, Queue, Step};
 use super::*;
 use crate::buf::Pages;
@@ -147,6 +148,99 @@ fn callbacks_may_submit_and_may_panic() {
         engine.submit(second);
         answer.recv().unwrap().unwrap();
     });
+}
+
+#[test]
+fn an_attended_read_is_complete_in_time_or_comes_later() {
+    let never = Duration::from_secs(3600);
+    over_all(4 << 20, |engine, _| {
+        let (write, answer) = op(Kind::Write, 0, &filled(512, 8));
+        engine.submit(write);
+        answer.recv().unwrap().unwrap();
+        // Alone; late at once; beside others, which it may not hold up; larger than a piece.
+        for (pages, others, patience) in [
+            (16, 0, never),
+            (16, 0, Duration::from_nanos(1)),
+            (16, 0, Duration::ZERO),
+            (16, 20, never),
+            (16, 20, Duration::from_nanos(1)),
+            (512, 0, never),
+        ] {
+            let beside: Vec<_> = (0..others)
+                .map(|i| {
+                    let (other, answer) = op(Kind::Write, (512 + i) * PAGE as u64, &filled(1, 1));
+                    engine.submit(other);
+                    answer
+                })
+                .collect();
+            let buf = filled(pages, 0);
+            let (read, answer) = op(Kind::Read, 0, &buf);
+            engine.attend(read, Instant::now() + patience);
+            answer.recv().unwrap().unwrap();
+            assert!(buf.iter().all(|&b| b == 8));
+            beside.iter().for_each(|a| a.recv().unwrap().unwrap());
+        }
+        let (beyond, answer) = op(Kind::Read, (4 << 20) - PAGE as u64, &filled(4, 0));
+        engine.attend(beyond, Instant::now() + never);
+        let error = answer.recv().unwrap().unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+        let (late, answer) = op(Kind::Read, 0, &filled(16, 0));
+        engine.attend(late, Instant::now() + Duration::from_nanos(1));
+        assert!(engine.close(None), "which waits for a read that is late");
+        answer.try_recv().unwrap().unwrap();
+        let (refused, answer) = op(Kind::Read, 0, &filled(16, 0));
+        engine.attend(refused, Instant::now() + never);
+        assert!(answer.try_recv().unwrap().is_err());
+    });
+}
+
+#[test]
+fn a_read_that_is_alone_needs_no_thread_of_the_engine() {
+    let dir = tempfile::tempdir().unwrap();
+    let device = FileDevice::create(&dir.path().join("device"), 1 << 20).unwrap();
+    let lone = match Lone::get() {
+        Ok(lone) => lone,
+        Err(e) => return eprintln!("skipped: no asynchronous I/O on this machine ({e})"),
+    };
+    let mut queue = queue_with(&[], 1 << 20);
+    for offset in [0, (1 << 20) - PAGE as u64] {
+        let buf = filled(4, 1);
+        let piece = queue.begin_alone(op(Kind::Read, offset, &buf).0);
+        let piece = piece.unwrap_or_else(|_| panic!("nothing is beside it"));
+        // SAFETY: the memory lives until the answer.
+        unsafe { lone.send(device.raw_fd().unwrap(), &piece) }.unwrap();
+        let answer = std::iter::from_fn(|| Some(lone.wait(Instant::now())));
+        let answer = answer.flatten().next().unwrap();
+        assert_eq!(
+            piece.is_whole(answer),
+            offset == 0,
+            "{answer} bytes at {offset}"
+        );
+        assert!(offset > 0 || buf.iter().all(|&b| b == 0));
+        assert!(queue.settle(piece, Ok(())).is_some());
+    }
+    assert!(lone.wait(Instant::now()).is_none(), "nothing is under way");
+    lone.give_back();
+}
+
+#[test]
+fn a_read_that_is_taken_back_is_the_next_and_whole() {
+    let read = |pages| op(Kind::Read, 8 << 12, &filled(pages, 0)).0;
+    let mut queue = queue_with(&[], 1 << 20);
+    assert!(!queue.wants());
+    assert!(queue.begin_alone(read(1000)).is_err(), "more than a piece");
+    let piece = queue.begin_alone(read(4)).unwrap_or_else(|_| panic!());
+    assert!(!queue.wants() && queue.begin_alone(read(4)).is_err());
+    assert!(queue.push(read(2)).is_ok() && queue.wants());
+    queue.take_back(piece);
+    let (first, second) = (next(&mut queue).unwrap(), next(&mut queue).unwrap());
+    assert_eq!((first.offset(), first.memory().1), (8 << 12, 4 * PAGE));
+    assert_eq!(second.memory().1, 2 * PAGE);
+    for piece in [first, second] {
+        assert!(queue.settle(piece, Ok(())).is_some());
+    }
+    queue.close();
+    assert!(queue.is_finished() && queue.wants() && queue.begin_alone(read(1)).is_err());
 }
 
 #[test]

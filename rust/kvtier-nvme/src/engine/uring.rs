@@ -5,9 +5,9 @@
 
 use std::fs::File;
 use std::io::{self, Write as _};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::sync::channel::{Sender, bounded};
 use crate::sync::thread::{self, ThreadId};
@@ -15,6 +15,7 @@ use crate::sync::{Condvar, Mutex};
 use io_uring::{IoUring, opcode, squeue, types};
 use kvtier_codec::image::PAGE;
 
+use super::lone::Lone;
 use super::queue::{Finished, MAX_PIECES, Next, Piece, Queue, Step};
 use super::{Engine, Kind, Limits, Op};
 use crate::buf::Pages;
@@ -27,12 +28,15 @@ const ENTRIES: u32 = 2 * MAX_PIECES as u32;
 const REGIONS: u16 = 1024;
 /// The kernel takes regions of at most this size.
 const REGION_BYTES: usize = 1 << 30;
+/// How often the ring thread looks whether a late read has come.
+const GLANCE: Duration = Duration::from_millis(5);
 /// Marks the eventfd's completion; pieces are numbered from 0.
 const WAKE: u64 = u64::MAX;
 
 /// The io_uring engine.
 pub struct Uring {
     shared: Arc<Shared>,
+    fd: RawFd,
     thread: ThreadId,
 }
 
@@ -43,6 +47,9 @@ struct Shared {
 }
 
 struct Inbox {
+    /// A read past the ring that its caller no longer waits for. Dropped before the queue, which has its
+    /// memory.
+    late: Option<(Lone, Piece)>,
     queue: Queue,
     /// The ring thread is about to sleep, or sleeps, and should be woken.
     asleep: bool,
@@ -74,11 +81,10 @@ enum Region {
 impl Uring {
     /// Makes the ring and proves by a real read that it works.
     pub fn start(device: Arc<dyn Device>, limits: &Limits) -> io::Result<Self> {
-        if device.raw_fd().is_none() {
-            return Err(io::ErrorKind::Unsupported.into());
-        }
+        let fd = device.raw_fd().ok_or(io::ErrorKind::Unsupported)?;
         let shared = Arc::new(Shared {
             inbox: Mutex::new(Inbox {
+                late: None,
                 queue: Queue::new(
                     limits.inflight_bytes,
                     limits.emulate_gbs,
@@ -102,10 +108,33 @@ impl Uring {
             .thread()
             .id();
         match started.recv() {
-            Ok(Ok(())) => Ok(Uring { shared, thread }),
+            Ok(Ok(())) => Ok(Uring { shared, fd, thread }),
             Ok(Err(e)) => Err(e),
             Err(_) => Err(io::Error::other("the ring thread died")),
         }
+    }
+}
+
+impl Inbox {
+    /// Ends a read that went past the ring. What was not read is the ring thread's to read.
+    fn end_alone(&mut self, piece: Piece, answer: Option<i64>) -> Option<Finished> {
+        if answer.is_some_and(|answer| piece.is_whole(answer)) {
+            return self.queue.settle(piece, Ok(()));
+        }
+        self.queue.take_back(piece);
+        None
+    }
+
+    /// Ends the late read, if its answer has come.
+    fn end_late(&mut self) -> Option<Finished> {
+        let (lone, piece) = self.late.take()?;
+        let answer = lone.wait(Instant::now());
+        if answer.is_none() {
+            self.late = Some((lone, piece));
+            return None;
+        }
+        lone.give_back();
+        self.end_alone(piece, answer)
     }
 }
 
@@ -127,6 +156,42 @@ impl Engine for Uring {
         self.shared.wake_if(asleep);
         if let Some(refused) = refused {
             refused.tell();
+        }
+    }
+
+    fn attend(&self, op: Op, until: Instant) {
+        if until <= Instant::now() {
+            return self.submit(op);
+        }
+        let shared = &self.shared;
+        let begun = shared.inbox.lock().queue.begin_alone(op);
+        let piece = match begun {
+            Ok(piece) => piece,
+            Err(op) => return self.submit(op),
+        };
+        let sent = Lone::get().and_then(|lone| {
+            // SAFETY: the queue keeps the piece's memory until it is settled or taken back, which
+            // nobody does before the answer. The device is open until the queue is finished.
+            unsafe { lone.send(self.fd, &piece) }.map(|()| lone)
+        });
+        let answer = sent.as_ref().ok().and_then(|lone| lone.wait(until));
+        let mut inbox = shared.inbox.lock();
+        let finished = match sent {
+            Ok(lone) if answer.is_none() => {
+                inbox.late = Some((lone, piece));
+                None
+            }
+            sent => {
+                sent.into_iter().for_each(Lone::give_back);
+                inbox.end_alone(piece, answer)
+            }
+        };
+        // The ring thread may have gone to sleep over what waits, or with this to end last.
+        let wake = inbox.late.is_some() || inbox.queue.wants();
+        drop(inbox);
+        shared.wake_if(wake);
+        if let Some(finished) = finished {
+            finished.tell();
         }
     }
 
@@ -295,6 +360,7 @@ impl Ring {
                     .drain(..)
                     .filter_map(|(piece, result)| inbox.queue.settle(piece, result)),
             );
+            finished.extend(inbox.end_late());
             let mut wake_at = None;
             loop {
                 match inbox.queue.next(self.clock.now()) {
@@ -305,6 +371,10 @@ impl Ring {
                     Next::Wait(until) => break wake_at = Some(until),
                     Next::Nothing => break,
                 }
+            }
+            if inbox.late.is_some() {
+                let soon = self.clock.now() + GLANCE;
+                wake_at = Some(wake_at.map_or(soon, |at| soon.min(at)));
             }
             let idle = finished.is_empty();
             if idle && inbox.queue.is_finished() {

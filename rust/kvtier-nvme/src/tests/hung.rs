@@ -87,6 +87,7 @@ fn a_hung_device_under_io_uring_does_not_hang_close_and_keeps_lock_and_memory() 
         buf: unsafe { pages.io() },
         hold: tier.hold(slot),
         urgent: true,
+        attended: None,
         done,
     });
     let closed = tier.close(soon()).unwrap_err();

@@ -98,6 +98,7 @@ pub fn read(tier: &NvmeTier, slot: Slot) -> Result<Arc<Pages>, Error> {
         buf: unsafe { pages.io() },
         hold: tier.hold(slot),
         urgent: true,
+        attended: None,
         done,
     });
     answer.recv().unwrap().map(|()| pages)
