@@ -36,7 +36,7 @@ def main(directory: Path, tokens: int) -> None:
 
     def run(importance: bool, queries: int | None = QUERIES) -> tuple[float, torch.Tensor | None]:
         with (
-            mock.patch("kvtier.prefill.request.AttentionMass", lambda count: AttentionMass(count, queries)),
+            mock.patch("kvtier.prefill.request.AttentionMass", lambda count, **_: AttentionMass(count, queries)),
             PrefillEngine(model, blocks, importance=importance) as engine,
         ):
             report = engine.run(prompt, front=tokens).report  # all is computed, and after the first run nothing stored

@@ -38,7 +38,7 @@ def rank_correlation(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_with_every_query_it_is_the_attention_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(CONFIGS[name]())
-    monkeypatch.setattr("kvtier.prefill.request.AttentionMass", lambda tokens: AttentionMass(tokens, None))
+    monkeypatch.setattr("kvtier.prefill.request.AttentionMass", lambda tokens, **_: AttentionMass(tokens, None))
     with PrefillEngine(model, DictNamespace(layout_of(model, BLOCK)), chunk_tokens=CHUNK, importance=True) as engine:
         found = engine.run(PROMPT).report.importance
     torch.testing.assert_close(found, full(model, PROMPT), atol=1e-5, rtol=1e-3)

@@ -28,23 +28,24 @@ class AttentionMass:
         tokens: how many there are at most.
         queries: of each pass, how many to look at in every third layer. Default 32; ``None`` looks at all of them, by all
             heads, in all layers.
+        device: the model's, which is not waited for. Default the host.
 
     Attributes:
         mass: ``float32[tokens]``: softmax weights, over heads, layers and the queries looked at.
         seen: ``float32[tokens]``: how many of these could see the token.
     """
 
-    def __init__(self, tokens: int, queries: int | None = QUERIES) -> None:
+    def __init__(self, tokens: int, queries: int | None = QUERIES, device: torch.device | None = None) -> None:
         self.queries = queries
-        self.mass = torch.zeros(tokens)
-        self.seen = torch.zeros(tokens)
+        self.mass = torch.zeros(tokens, device=device)
+        self.seen = torch.zeros(tokens, device=device)
 
     def scores(self) -> torch.Tensor:
         """``float32[tokens]``: mass over how often a token was visible; 0 where it never was.
 
         Early tokens are visible to more queries than late ones, which says nothing of how much they matter.
         """
-        return torch.where(self.seen > 0, self.mass / self.seen.clamp(min=1), torch.zeros(()))
+        return torch.where(self.seen > 0, self.mass / self.seen.clamp(min=1), 0.0)
 
     @torch.no_grad()
     def look(
@@ -95,8 +96,8 @@ class AttentionMass:
         weights = scores.masked_fill_(~visible, -torch.inf).softmax(-1)
         # Products may overflow in fp16 where the model's own do not: what is no number would be one in no sum after it.
         weights = weights.nan_to_num_(0)
-        self.mass[:length] += weights.view(-1, length).sum(0).cpu() / heads
-        self.seen[:length] += visible.sum(0).cpu()
+        self.mass[:length] += weights.view(-1, length).sum(0) / heads
+        self.seen[:length] += visible.sum(0)
 
 
 def block_scores(scores: torch.Tensor, first: int, blocks: int, block_tokens: int) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 
 from kvtier.errors import ConfigError
 
-__all__ = ["check_fraction", "check_parts", "token_ids"]
+__all__ = ["check_fraction", "check_parts", "check_positions", "token_ids"]
 
 
 def check_parts(model: Any, store: Any, order: str = "model, store, input_ids") -> None:

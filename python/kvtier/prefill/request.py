@@ -74,7 +74,7 @@ class Request:
         self.size = self.blocks.layout.block_tokens
         self.keys = keys
         self.room = Room(self.blocks.layout, len(tokens) + engine.reserve_tokens, engine.model.device)
-        self.mass = AttentionMass(len(tokens)) if engine.importance else None
+        self.mass = AttentionMass(len(tokens), device=engine.model.device) if engine.importance else None
         self.stored = WriteBack(begun)
         self.events: list[Event] = []
         self.passes: list[tuple[int, int, float]] = []
@@ -182,7 +182,7 @@ class Request:
             why = f"{why} (emulated)"
         if self.mass is not None and self.keys:
             received = torch.stack([self.mass.mass, self.mass.seen])[:, : len(self.keys) * self.size]
-            self.engine._writer.count(self.keys, received, self.stored)
+            self.engine._writer.count(self.keys, received.cpu(), self.stored)
         report = self._report(ended, {} if others else self.plan.predicted, why)
         if not others:  # a pass of several says nothing of one
             self.engine.meter.computed(self.passes)
@@ -222,7 +222,7 @@ class Request:
                 "ttft_s": ttft,
             },
             stored=self.stored,
-            importance=None if self.mass is None else self.mass.scores(),
+            importance=None if self.mass is None else self.mass.scores().cpu(),
             timeline=tuple(sorted((*self.events, *self.load.events), key=lambda event: event.start_s)),
         )
 
