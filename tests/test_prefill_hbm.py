@@ -19,12 +19,15 @@ from kvtier.prefill.ahead import Lookahead
 from kvtier.prefill.attended import Attended, most_attended
 from kvtier.prefill.loading import is_device_of
 from kvtier.tiers import Copying, Delivery, HostBackend
+from kvtier.tiers.cuda import missing
 from test_prefill import build, llama
 from test_prefill_engine import BLOCK, CACHED, CHUNK, PROMPT, WAIT, after_layers, same
 from test_prefill_queue import Recording, others
 from test_retain import sharp
 
 SIZE = 8 << 20
+MODELS = ["cpu"] if missing() or not torch.cuda.is_available() else ["cpu", "cuda"]
+"""Where models compute. Where no GPU is, its tests do not exist: `scripts/gpu_check.sh` runs them where one is."""
 
 
 class Device(HostBackend):
@@ -208,3 +211,31 @@ def test_waiting_requests_find_their_blocks_in_hbm(model: Any, tmp_path: Path) -
             assert [set(result.report.bytes) for result in results[1:]] == [{"hbm"}, {"hbm"}]
     for result, other in zip(results, expected, strict=True):
         same(result, other)
+
+
+@pytest.mark.parametrize("where", MODELS)
+def test_every_way_on_the_models_device_gives_the_bits_of_the_cold_run(where: str) -> None:
+    net = build(llama()).to(where)
+    with Store(Hbm(SIZE, backend="host" if where == "cpu" else "cuda"), Dram("16MiB")) as store:
+        blocks = namespace(store, net, weights=b"tests")
+        with PrefillEngine(net, blocks, chunk_tokens=CHUNK, importance=True) as engine:
+            cold = engine.run(PROMPT)
+            assert engine.flush(cold)
+            for tier in ("dram", "hbm"):
+                assert all(blocks.prefetch(blocks.chain(PROMPT), to=tier).result())
+                for way in ({"front": 0}, {"front": CHUNK}, {"front": 0, "overlap": False}):
+                    warm = engine.run(PROMPT, **way)
+                    same(warm, cold)
+                    assert set(warm.report.bytes) == {tier}
+                    assert engine.flush(warm)  # of what it counted, too
+                pair = [PROMPT, PROMPT[:CACHED]]
+                for one, other in zip(engine.run_batch(pair, front=0), engine.run_batch(pair, front=0), strict=True):
+                    same(one, other)
+                    assert engine.flush(one)
+                    assert engine.flush(other)
+                assert engine.run(PROMPT, front=0, retain=0.5).report.tokens_left_out == CACHED // 2
+            told = list(engine.generate(PROMPT, 2 * BLOCK))
+            assert engine.flush(engine.run([*PROMPT, *told]))
+            assert list(engine.generate(PROMPT, 2 * BLOCK)) == told
+            assert cold.report.importance is not None
+            assert cold.report.importance.device.type == "cpu"
