@@ -1,10 +1,11 @@
 """What a prefix in fewer bytes costs in quality: lossy codecs and `retain`, through the prefill engine, on real text.
 
-    python benches/quality.py MODEL_DIRECTORY [--cached 1024] [--new 256] [--dtype float32] [--only NAME ...]
+    python benches/quality.py MODEL_DIRECTORY [--cached 1024] [--new 256] [--passages 1] [--dtype float32] [--only NAME ...]
 
 Prints JSON Lines, and ends with status 1 if a codec misses its bound; three minutes on two cores in fp32, 10 s a codec. The prefix is loaded from NVMe after a restart (codecs) or from memory (`retain`), then NEW tokens of the
 same text are judged: ``kl`` is the mean divergence of the next token's distribution from that over the exact KV, in nats,
-``top1`` the share of positions with the same likeliest token, ``bound`` what is allowed. ``first_and_last`` is what `retain` is worth:
+``top1`` the share of positions with the same likeliest token, ``bound`` what is allowed. Codecs are judged by so many passages one after the
+other, each with a prefix of its own. ``first_and_last`` is what `retain` is worth:
 as many tokens, the first four and the latest ones.
 """
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,6 +30,7 @@ from kvtier.cli import prompt as prompts
 from kvtier.cli.model import load
 from kvtier.identity import Identity
 from kvtier.integrations.reference import DictNamespace
+from kvtier.layout import KVLayout
 from kvtier.prefill import Prefill, PrefillEngine, layout_of, logits_of
 from kvtier.prefill.attended import most_attended
 from kvtier.prefill.importance import SINKS
@@ -73,24 +77,32 @@ class Judge:
         }
 
 
-def of_codecs(model: Any, judge: Judge, work: Path, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+def of_codecs(model: Any, judges: Sequence[Judge], work: Path, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A row a codec, ``"exact"`` without one."""
-    layout, prompt = layout_of(model), [*judge.cached, judge.new[0]]
-    size = 3 * len(judge.cached) * layout.bytes_per_token + (256 << 20)
+    layout = layout_of(model)
     for label in kinds:
-        name = None if label == "exact" else label
-        for _ in (True, False):
-            with Store(Dram(size), Nvme(work / label, size)) as store:
-                blocks = store.namespace(Identity(b"quality"), layout, codec=name)
-                with PrefillEngine(model, blocks) as engine:
-                    result = engine.run(prompt, front=0)
-                    engine.flush(result)
-                store.flush()
-        assert set(result.report.bytes) == {"nvme"}
+        told = [_coded(model, layout, judge, work / f"{label}-{i}", label) for i, judge in enumerate(judges)]
         kl, top1 = BOUNDS[label.removesuffix("+zstd")]
-        row = {"name": f"codec_{label}", "tokens": len(judge.cached)} | judge.over(result)
+        row: dict[str, Any] = {"name": f"codec_{label}", "tokens": sum(len(judge.cached) for judge in judges)}
+        row |= {name: statistics.fmean(each[name] for each in told) for name in told[0]}
         met = row["kl"] <= kl and row["top1"] >= top1
         yield row | {"bound": {"kl": kl, "top1": top1}, "met": met}
+
+
+def _coded(model: Any, layout: KVLayout, judge: Judge, path: Path, label: str) -> dict[str, float]:
+    """What is said of a passage whose prefix comes back from NVMe through a codec, in a store that was opened anew."""
+    prompt, name = [*judge.cached, judge.new[0]], None if label == "exact" else label
+    size = 3 * len(judge.cached) * layout.bytes_per_token + (256 << 20)
+    for _ in (True, False):
+        with Store(Dram(size), Nvme(path, size)) as store:
+            blocks = store.namespace(Identity(b"quality"), layout, codec=name)
+            with PrefillEngine(model, blocks) as engine:
+                result = engine.run(prompt, front=0)
+                engine.flush(result)
+            store.flush()
+    assert set(result.report.bytes) == {"nvme"}
+    shutil.rmtree(path)
+    return judge.over(result)
 
 
 def of_retain(model: Any, judge: Judge) -> Iterator[dict[str, Any]]:
@@ -114,19 +126,24 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--cached", type=int, default=1024)
     parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--passages", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs="+", choices=["retain", "exact", *codecs.NAMES], help="default: everything")
     asked = parser.parse_args()
     names = asked.only or ["retain", "exact", *codecs.NAMES]
     model, tokenizer = load(asked.model, asked.dtype)
-    ids = prompts.build(tokenizer, prompts.python_topics(), "", asked.cached + asked.new)[: asked.cached + asked.new]
-    cached, new = ids[: asked.cached], ids[asked.cached :]
-    for row in of_retain(model, Judge(model, cached, new)) if "retain" in names else ():
+    each = asked.cached + asked.new
+    ids = prompts.build(tokenizer, prompts.python_topics(), "", each * asked.passages)
+    judges = [
+        Judge(model, ids[at : at + asked.cached], ids[at + asked.cached : at + each])
+        for at in range(0, each * asked.passages, each)
+    ]
+    for row in of_retain(model, judges[0]) if "retain" in names else ():
         print(json.dumps(row), flush=True)
     kinds = ["exact", *(name for name in codecs.NAMES if name in names)]  # all are judged by the first
     missed = False
     with tempfile.TemporaryDirectory(prefix="quality-") as work:
-        for row in of_codecs(model, Judge(model, cached, new), Path(work), kinds) if names != ["retain"] else ():
+        for row in of_codecs(model, judges, Path(work), kinds) if names != ["retain"] else ():
             print(json.dumps(row), flush=True)
             missed |= not row["met"]
     return int(missed)
