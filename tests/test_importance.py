@@ -13,7 +13,8 @@ import transformers
 from kvtier import Dram, Store
 from kvtier.integrations.reference import DictNamespace
 from kvtier.prefill import PrefillEngine, layout_of, namespace
-from kvtier.prefill.importance import SINKS, AttentionMass, block_scores, watching
+from kvtier.prefill.importance import SINKS, AttentionMass, block_scores
+from kvtier.prefill.registry import Member, attending
 from test_prefill import CONFIGS, build, llama
 from test_prefill_engine import BLOCK, CHUNK, PROMPT, same
 
@@ -99,7 +100,7 @@ def test_looking_changes_no_bit_and_leaves_the_model_as_it_was(monkeypatch: pyte
         raise RuntimeError("broken")
 
     monkeypatch.setattr(model.model.layers[1].mlp, "forward", broken)
-    with pytest.raises(RuntimeError, match="broken"), watching(model, AttentionMass(8)):
+    with pytest.raises(RuntimeError, match="broken"), attending(model, [Member(look=AttentionMass(8).look)]):
         model(input_ids=torch.tensor([[1, 2]]))
     assert model.config._attn_implementation == implementation
 
@@ -107,9 +108,9 @@ def test_looking_changes_no_bit_and_leaves_the_model_as_it_was(monkeypatch: pyte
 def test_a_model_that_is_watched_already_is_counted_once() -> None:
     model, ids = build(llama()), torch.tensor([PROMPT])
     alone, within = AttentionMass(len(PROMPT)), AttentionMass(len(PROMPT))
-    with watching(model, alone):
+    with attending(model, [Member(look=alone.look)]):
         model(input_ids=ids)
-    with watching(model, AttentionMass(len(PROMPT))), watching(model, within):
+    with attending(model, [Member(look=AttentionMass(len(PROMPT)).look)]), attending(model, [Member(look=within.look)]):
         model(input_ids=ids)
     assert torch.equal(within.seen, alone.seen)
     assert torch.equal(within.mass, alone.mass)
@@ -148,7 +149,7 @@ def test_attention_outside_of_the_registry_is_left_alone() -> None:
     model = build(llama())
     model.config._attn_implementation = "eager"
     mass = AttentionMass(16)
-    with watching(model, mass), torch.no_grad():
+    with attending(model, [Member(look=mass.look)]), torch.no_grad():
         model(input_ids=torch.tensor([[1, 2, 3]]))
     assert not mass.seen.any()
     assert isinstance(model, transformers.PreTrainedModel)

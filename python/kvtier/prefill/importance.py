@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 
-from kvtier.prefill.registry import Member, attending
-
-__all__ = ["AttentionMass", "block_scores", "watching"]
+__all__ = ["AttentionMass", "block_scores"]
 
 QUERIES = 32
 """Queries of a chunk that are looked at in a layer, each by one head of those that share keys, in turn."""
@@ -114,11 +109,3 @@ def block_scores(scores: torch.Tensor, first: int, blocks: int, block_tokens: in
     sinks = -(-SINKS // block_tokens)
     top = max(means, default=0.0)
     return [top if first + i < sinks else mean for i, mean in enumerate(means)]
-
-
-def watching(model: Any, mass: AttentionMass | None) -> AbstractContextManager[None]:
-    """Count what the model attends to on this thread meanwhile; its results are the same bits.
-
-    Models that attend by something of their own (eager code outside of the registry) are not counted.
-    """
-    return nullcontext() if mass is None else attending(model, [Member(look=mass.look)])
