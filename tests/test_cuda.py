@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvtier.errors import StorageError
+from kvtier.errors import ClosedError, StorageError
 from kvtier.tiers import Copy, Delivery
 from kvtier.tiers.cuda import CupyBackend
 
@@ -125,14 +125,33 @@ def test_a_copy_over_several_registered_pieces_is_one_in_each(driver: Driver) ->
     assert not driver.registered
 
 
-def test_memory_is_registered_as_a_whole_or_not_at_all(driver: Driver) -> None:
+def test_memory_that_the_driver_takes_a_part_of_copies_as_well(driver: Driver) -> None:
     backend, host = CupyBackend(1 << 20), noise(3 * PIECE)
     driver.most = 2
     with pytest.raises(DriverError):
         backend.register(host)
-    assert not driver.registered
+    assert len(driver.registered) == 2
     assert backend.copy_in([Copy(0, host)]).wait()
+    assert driver.memory[0][: host.nbytes].tobytes() == host.tobytes()
     backend.close()
+    assert not driver.registered
+
+
+def test_copies_go_on_while_memory_is_registered_and_so_does_closing(driver: Driver) -> None:
+    backend, host = CupyBackend(1 << 20), noise(3 * PIECE)
+    register, copied = driver.cupy.cuda.runtime.hostRegister, []
+
+    def slowly(*args: int) -> None:
+        register(*args)
+        if len(driver.registered) == 2:
+            copied.append(backend.copy_in([Copy(0, host)]).wait())
+            backend.close()
+
+    driver.cupy.cuda.runtime.hostRegister = slowly
+    with pytest.raises(ClosedError):
+        backend.register(host)
+    assert copied == [True]
+    assert not driver.registered
 
 
 @pytest.mark.parametrize("timeout", [None, 10])

@@ -22,6 +22,8 @@ __all__ = [
     "open_backend",
 ]
 
+CLOSED = "the device's memory is closed: open a backend again"
+
 
 class Copy(NamedTuple):
     """Bytes to move between the pool and the host's memory."""
@@ -204,7 +206,7 @@ def no_thread(name: str, error: RuntimeError) -> StorageError:
 def check_copies(copies: Sequence[Copy], capacity: int, *, closed: bool) -> None:
     """Refuse a batch that cannot be copied."""
     if closed:
-        raise ClosedError("the device's memory is closed: open a backend again")
+        raise ClosedError(CLOSED)
     for at, host in copies:
         if not isinstance(host, np.ndarray) or host.dtype != np.uint8 or host.ndim != 1 or not host.flags.c_contiguous:
             raise InvalidBlockError(
@@ -216,7 +218,7 @@ def check_copies(copies: Sequence[Copy], capacity: int, *, closed: bool) -> None
 def check_deliveries(deliveries: Sequence[Delivery], *, closed: bool) -> None:
     """Refuse a batch that cannot be copied."""
     if closed:
-        raise ClosedError("the device's memory is closed: open a backend again")
+        raise ClosedError(CLOSED)
     for source, target in deliveries:
         if source.nbytes != target.nbytes:
             raise InvalidBlockError(

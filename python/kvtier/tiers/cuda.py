@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvtier._kvtier import show_bytes
 from kvtier.errors import ClosedError, InvalidBlockError, StorageError
-from kvtier.tiers.backend import Copy, Copying, Delivery, check_copies, check_deliveries, check_place
+from kvtier.tiers.backend import CLOSED, Copy, Copying, Delivery, check_copies, check_deliveries, check_place
 from kvtier.tiers.paged import check_slots, rows_of
 
 __all__ = ["CupyBackend", "missing"]
@@ -168,7 +168,8 @@ class CupyBackend:
         self.name = f"cuda:{device}"
         self._lock = threading.Lock()
         self._registered: list[int] = []
-        """Where the pieces begin, in order of address."""
+        self._edges: list[int] = []
+        """Where pieces of memory begin that are registered, or will be, in order of address."""
         self._under_way: set[_Event] = set()
         with cupy.cuda.Device(device):
             try:
@@ -187,17 +188,18 @@ class CupyBackend:
     def register(self, memory: NDArray[np.uint8]) -> None:
         """See :meth:`kvtier.tiers.DeviceBackend.register`."""
         begin, runtime = memory.ctypes.data, self._cupy.cuda.runtime
-        pieces: list[int] = []
-        with self._lock, self._cupy.cuda.Device(self._device):
-            try:
-                for at in range(begin, begin + memory.nbytes, _REGISTER):
-                    runtime.hostRegister(at, min(_REGISTER, begin + memory.nbytes - at), _PORTABLE)
-                    pieces.append(at)
-            except runtime.CUDARuntimeError:
-                for at in pieces:  # the driver takes no copy of memory that it knows a part of
-                    runtime.hostUnregister(at)
-                raise
-            self._registered = sorted([*self._registered, *pieces])
+        pieces = range(begin, begin + memory.nbytes, _REGISTER)
+        with self._lock:
+            self._edges = sorted({*self._edges, *pieces})
+        for at in pieces:  # not under the lock: copies go on meanwhile
+            with self._cupy.cuda.Device(self._device):
+                runtime.hostRegister(at, min(_REGISTER, begin + memory.nbytes - at), _PORTABLE)
+            with self._lock:
+                if self._pool is not None:
+                    self._registered.append(at)
+                    continue
+            runtime.hostUnregister(at)
+            raise ClosedError(CLOSED)
 
     def copy_in(self, copies: Sequence[Copy], *, after: Copying | None = None) -> Copying:
         """See :meth:`kvtier.tiers.DeviceBackend.copy_in`."""
@@ -232,12 +234,11 @@ class CupyBackend:
             return self._event(stream, kept)
 
     def _pieces(self, to: int, source: int, size: int) -> Iterator[tuple[int, int]]:
-        """Parts of a copy that lie in one registered piece each: the driver takes no other ones."""
+        """Parts of a copy that lie in one piece of registered memory each: the driver takes no other ones."""
         cuts = {0, size}
         for begin in (to, source):
-            first = bisect.bisect_right(self._registered, begin)
-            last = bisect.bisect_left(self._registered, begin + size)
-            cuts.update(at - begin for at in self._registered[first:last])
+            first, last = bisect.bisect_right(self._edges, begin), bisect.bisect_left(self._edges, begin + size)
+            cuts.update(at - begin for at in self._edges[first:last])
         return itertools.pairwise(sorted(cuts))
 
     @contextlib.contextmanager
@@ -334,7 +335,7 @@ class CupyBackend:
         self._sweep()
         with self._lock, cupy.cuda.Device(self._device), _stream(cupy, self._device, stream) as queue:
             if self._pool is None:
-                raise ClosedError("the device's memory is closed: open a backend again")
+                raise ClosedError(CLOSED)
             if most == 0:
                 return self._event(queue, ())
             # Tokens a page and heads are counts; everything else is an address, or bytes.
@@ -372,7 +373,7 @@ class CupyBackend:
         """See :meth:`kvtier.tiers.DeviceBackend.view`."""
         pool = self._pool
         if pool is None:
-            raise ClosedError("the device's memory is closed: open a backend again")
+            raise ClosedError(CLOSED)
         check_place(at, size, self.capacity)
         memory = self._cupy.cuda.UnownedMemory(pool.ptr + at, size, (pool, keep), self._device)
         return self._cupy.ndarray((size,), np.uint8, self._cupy.cuda.MemoryPointer(memory, 0))

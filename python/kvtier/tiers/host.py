@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from kvtier._kvtier import show_bytes
 from kvtier.errors import ClosedError, InvalidBlockError, StorageError
-from kvtier.tiers.backend import Copy, Copying, Delivery, check_copies, check_deliveries, check_place, no_thread
+from kvtier.tiers.backend import CLOSED, Copy, Copying, Delivery, check_copies, check_deliveries, check_place, no_thread
 from kvtier.tiers.paged import check_slots, rows_of
 
 __all__ = ["HostArray", "HostBackend"]
@@ -197,7 +197,7 @@ class HostBackend:
 
         with self._lock:
             if self._pool is None:
-                raise ClosedError("the device's memory is closed: open a backend again")
+                raise ClosedError(CLOSED)
             batch = _Batch(work, None)
             self._queues[0].put(batch)
         return batch
@@ -211,7 +211,7 @@ class HostBackend:
         """See :meth:`kvtier.tiers.DeviceBackend.view`."""
         pool = self._pool
         if pool is None:
-            raise ClosedError("the device's memory is closed: open a backend again")
+            raise ClosedError(CLOSED)
         check_place(at, size, self.capacity)
         return np.asarray(_Kept(pool[at : at + size], keep)).view(HostArray)
 
