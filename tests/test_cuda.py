@@ -105,18 +105,21 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def noise(size: int) -> NDArray[np.uint8]:
-    return np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    """From the start of a page on."""
+    room = np.random.default_rng(size).integers(0, 256, size + PIECE, np.uint8)
+    return room[-room.ctypes.data % PIECE :][:size]
 
 
 def test_a_copy_over_several_registered_pieces_is_one_in_each(driver: Driver) -> None:
     backend, host = CupyBackend(1 << 20), noise(5 * PIECE)
     backend.register(host)
-    assert len(driver.registered) == 5
+    assert [(at % PIECE, size) for at, size in driver.registered.items()] == [(0, PIECE)] * 5
     parts = [Copy(0, host[:PIECE]), Copy(PIECE, host[PIECE : 3 * PIECE + 5]), Copy(1 << 19, host[-PIECE - 7 :])]
     assert backend.copy_in(parts).wait()
     assert driver.copies == 1 + 3 + 2
-    back, target = noise(5 * PIECE), noise(100)
+    back, target = noise(5 * PIECE)[7:], noise(100)
     backend.register(back)
+    assert [(at % PIECE, size) for at, size in driver.registered.items()][5:] == [(7, PIECE - 7), *[(0, PIECE)] * 4]
     assert backend.copy_out([Copy(PIECE, back[100 : 2 * PIECE + 105])]).wait()
     assert back[100 : 2 * PIECE + 105].tobytes() == host[PIECE : 3 * PIECE + 5].tobytes()
     assert backend.deliver([Delivery(host[PIECE - 50 : PIECE + 50], target)]).wait()

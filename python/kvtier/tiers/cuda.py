@@ -169,7 +169,7 @@ class CupyBackend:
         self._lock = threading.Lock()
         self._registered: list[int] = []
         self._edges: list[int] = []
-        """Where pieces of memory begin that are registered, or will be, in order of address."""
+        """Where pieces of memory begin and end that are registered, or will be, in order of address."""
         self._under_way: set[_Event] = set()
         with cupy.cuda.Device(device):
             try:
@@ -187,13 +187,14 @@ class CupyBackend:
 
     def register(self, memory: NDArray[np.uint8]) -> None:
         """See :meth:`kvtier.tiers.DeviceBackend.register`."""
-        begin, runtime = memory.ctypes.data, self._cupy.cuda.runtime
-        pieces = range(begin, begin + memory.nbytes, _REGISTER)
+        begin, end, runtime = memory.ctypes.data, memory.ctypes.data + memory.nbytes, self._cupy.cuda.runtime
+        # Pages are registered whole, and once.
+        edges = [begin, *range((begin // _REGISTER + 1) * _REGISTER, end, _REGISTER), end]
         with self._lock:
-            self._edges = sorted({*self._edges, *pieces})
-        for at in pieces:  # not under the lock: copies go on meanwhile
+            self._edges = sorted({*self._edges, *edges})
+        for at, until in itertools.pairwise(edges):  # not under the lock: copies go on meanwhile
             with self._cupy.cuda.Device(self._device):
-                runtime.hostRegister(at, min(_REGISTER, begin + memory.nbytes - at), _PORTABLE)
+                runtime.hostRegister(at, until - at, _PORTABLE)
             with self._lock:
                 if self._pool is not None:
                     self._registered.append(at)
