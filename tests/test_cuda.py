@@ -47,7 +47,18 @@ class Driver:
             hostUnregister=self.unregister,
             eventQuery=lambda _: self.status,  # CuPy gives the status, whatever it is
         )
-        stream = SimpleNamespace(ptr=1, synchronize=self.check, wait_event=lambda _: None)
+        self.streams: list[int] = []
+
+        def stream(address: int) -> Any:
+            return SimpleNamespace(
+                ptr=address, device_id=0, synchronize=self.check, wait_event=lambda _: self.streams.append(address)
+            )
+
+        def make(non_blocking: bool) -> Any:
+            assert non_blocking
+            return stream(1)
+
+        make.from_external = lambda other: stream(other.__cuda_stream__()[1])  # type: ignore[attr-defined]
         event = SimpleNamespace(ptr=2, record=lambda _: None, synchronize=self.check)
         errors = {"CUDADriverError": type("CUDADriverError", (RuntimeError,), {})}
         self.cupy = SimpleNamespace(
@@ -59,9 +70,9 @@ class Driver:
                 memory=SimpleNamespace(OutOfMemoryError=type("OutOfMemoryError", (MemoryError,), {})),
                 Device=lambda _: nullcontext(),
                 Memory=self.allocate,
-                Stream=lambda non_blocking: stream,
+                Stream=make,
                 Event=lambda block, disable_timing: event,
-                get_current_stream=lambda: stream,
+                get_current_stream=lambda: stream(5),
             ),
         )
 
@@ -85,7 +96,7 @@ class Driver:
 
     def copy(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
         assert kind in (1, 2, 4)
-        assert stream == 1
+        self.streams.append(stream)
         self.check()
         for begin in (to, source):  # in one registered piece, or in none
             if any(at < begin + size and begin < at + n for at, n in self.registered.items()) and not any(
@@ -182,4 +193,15 @@ def test_a_lost_device_refuses_in_words_and_can_be_closed(driver: Driver) -> Non
     driver.status = LOST
     with pytest.raises(StorageError, match="refused a copy"):
         backend.copy_in([Copy(0, host)])
+    backend.close()
+
+
+def test_work_is_queued_where_it_was_asked_for(driver: Driver) -> None:
+    backend, host, target = CupyBackend(1 << 20), noise(100), noise(100)
+    of_torch, of_others = SimpleNamespace(cuda_stream=7), SimpleNamespace(__cuda_stream__=lambda: (0, 8))
+    for stream in (None, 0, 6, of_torch, of_others, SimpleNamespace(ptr=9)):
+        copying = backend.deliver([Delivery(host, target)], stream)
+        copying.before(0 if stream is None else None)
+    backend.copy_in([Copy(0, host)], after=copying)
+    assert driver.streams == [5, 0, 0, 5, 6, 5, 7, 5, 8, 5, 9, 5, 1, 1]
     backend.close()

@@ -127,7 +127,8 @@ class DeviceBackend(Protocol):
 
         Args:
             deliveries: the batch. Sources and targets are kept alive until it has ended.
-            stream: a stream of the device's library or of torch, or its address; default the current one.
+            stream: a stream of the device's library, of torch or of any other that has ``__cuda_stream__``, or its address;
+                default the current one.
         """
         ...
 

@@ -75,7 +75,8 @@ class _Foreign:
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        self.address = int(getattr(stream, "cuda_stream", stream))
+        follows = hasattr(stream, "__cuda_stream__")
+        self.address = int(stream.__cuda_stream__()[1] if follows else getattr(stream, "cuda_stream", stream))
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.address
