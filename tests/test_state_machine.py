@@ -1,4 +1,4 @@
-"""A store against a dict: whatever is done to it, a hit is what was put, and the space is used.
+"""A store against a dict: whatever is done to it by either policy, a hit is what was put, and the space is used.
 
 Three namespaces of different block sizes share one small arena, with and without tiers below it.
 """
@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from blocks import MIB, key, payload
 from kvtier import Cxl, Dram, FullError, Hbm, KVLayout, Lease, Namespace, Nvme, Store
+from kvtier.config import Policy
 from kvtier.tiers import HostBackend
 
 ARENA = 16 * MIB
@@ -78,20 +79,25 @@ class MemoryMachine(RuleBasedStateMachine):
         self.pinned: list[Block] = []
         self.pressed = False
         self.number = 0
+
+    @initialize(policy=st.sampled_from(["auto", "lru-leaf"]))
+    def begin(self, policy: Policy) -> None:
+        self.policy = policy
         self.open()
 
     def tiers(self) -> list[Any]:
         return [Dram(ARENA)]
 
     def open(self) -> None:
-        self.store = Store(*self.tiers())
+        self.store = Store(*self.tiers(), policy=self.policy)
         self.spaces: list[Namespace] = [
             self.store.namespace(b"model %d" % i, layout) for i, layout in enumerate(LAYOUTS)
         ]
 
     def teardown(self) -> None:
         self.held.clear()
-        self.store.close()
+        if hasattr(self, "store"):
+            self.store.close()
         shutil.rmtree(self.folder)
 
     # What the model says.

@@ -20,6 +20,7 @@ use kvtier_core::read::Got;
 use kvtier_core::shares::Quota;
 use kvtier_core::store::{Namespace, Store};
 use proptest::prelude::*;
+use proptest::sample::select;
 
 const PAGE: u64 = 4096;
 /// A block, and what the pool holds of them.
@@ -48,8 +49,13 @@ impl Device {
     }
 
     fn over_dram() -> Self {
+        Self::by("lru-leaf")
+    }
+
+    fn by(policy: &str) -> Self {
         let mut config = Config::new(vec![Memory::dram(16 << 20)], None);
         config.hbm = Some(POOL);
+        config.policy = policy.into();
         Self::new(Store::open(config).unwrap())
     }
 
@@ -265,8 +271,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_sequence_breaks_a_guarantee_or_a_cap_of_hbm(ops in ops()) {
-        let device = Device::over_dram();
+    fn no_sequence_breaks_a_guarantee_or_a_cap_of_hbm(ops in ops(), policy in select(&POLICIES[..])) {
+        let device = Device::by(policy);
         let spaces: [Namespace; SPACES] = std::array::from_fn(|s| opaque(&[b'h', s as u8]));
         let set = |s: usize| device.set(&spaces[s], QUOTAS[s].0, QUOTAS[s].1, 0);
         (0..SPACES).for_each(set);

@@ -68,17 +68,18 @@ impl Device for Late {
     }
 }
 
-/// Opens a store over these devices, or says why not.
-fn open(devices: &[Arc<SimDevice>], late: bool) -> Result<Store, Error> {
-    open_within(devices, late, Duration::from_secs(120))
-}
-
-/// As [`open`]; a device that does not answer for that long is given up.
-fn open_within(devices: &[Arc<SimDevice>], late: bool, patience: Duration) -> Result<Store, Error> {
+/// Opens a store over these devices, by that policy, or says why not. A device that does not answer for so
+/// long is given up.
+fn open_within(
+    devices: &[Arc<SimDevice>],
+    (policy, late): (&str, bool),
+    patience: Duration,
+) -> Result<Store, Error> {
     let mut options = Options::new(Vec::new(), DEVICE * devices.len() as u64);
     options.engine = EngineKind::Threads;
     options.patience = patience;
-    let config = Config::new(vec![Memory::dram(MEMORY)], Some(options.clone()));
+    let mut config = Config::new(vec![Memory::dram(MEMORY)], Some(options.clone()));
+    config.policy = policy.into();
     let dressed = |device: &Arc<SimDevice>| -> Arc<dyn Device> {
         let (device, turns) = (device.clone(), AtomicU64::new(0));
         if late {
@@ -313,12 +314,22 @@ struct Case {
 }
 
 impl Case {
+    /// How its stores are opened: by one policy, then by the other, from one request to the next.
+    fn way(&self) -> (&'static str, bool) {
+        let nth = self.fault.map_or(0, |fault| fault.1);
+        (POLICIES[(self.seed + nth) as usize % 2], self.late)
+    }
+
+    fn open(&self, devices: &[Arc<SimDevice>]) -> Result<Store, Error> {
+        open_within(devices, self.way(), Duration::from_secs(120))
+    }
+
     /// Lives through it; returns how many requests of the fault's kind there were before the restart.
     fn run(&self) -> u64 {
         let ns = opaque(b"matrix");
         let device = |n| Arc::new(SimDevice::new(DEVICE, self.seed * 10 + n));
         let devices: Vec<_> = (0..self.paths).map(device).collect();
-        drop(open(&devices, false).unwrap()); // formats
+        drop(self.open(&devices).unwrap()); // formats
         let op = self.fault.map_or(Op::Write, |f| f.0);
         let before = devices[0].count(op);
         let mut patience = Duration::from_secs(30);
@@ -329,7 +340,7 @@ impl Case {
             }
         }
         let mut ledger = Ledger::default();
-        let store = match open_within(&devices, self.late, patience) {
+        let store = match open_within(&devices, self.way(), patience) {
             Ok(store) => Some(store),
             Err(e) => {
                 assert!(self.trust != Trust::All, "{e}");
@@ -367,7 +378,7 @@ impl Case {
         if self.crash {
             // The power goes again, while it is opened or soon after.
             devices[0].inject(Op::Write, self.seed % 7, Fault::Crash);
-            drop(open(&devices, self.late));
+            drop(self.open(&devices));
             devices = devices.iter().map(after).collect();
         }
         self.afterwards(&devices, &ns, ledger);
@@ -376,7 +387,7 @@ impl Case {
 
     /// The device behaves: all that must hold holds, and the store works.
     fn afterwards(&self, devices: &[Arc<SimDevice>], ns: &Namespace, mut ledger: Ledger) {
-        let store = match open(devices, self.late) {
+        let store = match self.open(devices) {
             Ok(store) => store,
             Err(e) => {
                 let refused = self.trust == Trust::Bytes && e.kind() == Kind::Corrupt;
@@ -389,12 +400,12 @@ impl Case {
         put(&store, ns, &key(fresh.0), &fresh.1, None);
         store.close(soon()).unwrap();
         drop(store);
-        let store = open(devices, self.late).unwrap();
+        let store = self.open(devices).unwrap();
         assert!(get(&store, ns, &key(fresh.0), fresh.1.len()).as_ref() == Ok(&fresh.1));
         clear_and_check(&store);
         store.close(soon()).unwrap();
         drop(store);
-        let store = open(devices, self.late).unwrap();
+        let store = self.open(devices).unwrap();
         assert_eq!(store.report().blocks, 0, "what was cleared stays away");
     }
 

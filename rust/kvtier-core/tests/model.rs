@@ -8,12 +8,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::*;
+use kvtier_core::config::Memory;
 use kvtier_core::error::Kind;
 use kvtier_core::layout::{Selection, Tokens};
 use kvtier_core::lease::Leased;
 use kvtier_core::put::Put;
 use kvtier_core::store::{Namespace, Store};
 use proptest::prelude::*;
+use proptest::sample::select;
 
 const MEMORY: u64 = 16 << 20;
 const NVME: u64 = 64 << 20;
@@ -88,6 +90,7 @@ struct Known {
 }
 
 struct Run {
+    policy: &'static str,
     store: Store,
     nvme: Option<Arc<RamDevice>>,
     spaces: [Namespace; 4],
@@ -99,9 +102,10 @@ struct Run {
 }
 
 impl Run {
-    fn new(nvme: Option<Arc<RamDevice>>) -> Self {
+    fn new(policy: &'static str, nvme: Option<Arc<RamDevice>>) -> Self {
         Run {
-            store: Self::open(&nvme),
+            policy,
+            store: Self::open(policy, &nvme),
             nvme,
             spaces: spaces(),
             map: HashMap::new(),
@@ -112,10 +116,12 @@ impl Run {
         }
     }
 
-    fn open(nvme: &Option<Arc<RamDevice>>) -> Store {
+    fn open(policy: &str, nvme: &Option<Arc<RamDevice>>) -> Store {
         match nvme {
-            None => dram(MEMORY),
-            Some(device) => over(MEMORY, device.clone(), |_| ()),
+            None => tiered(policy, vec![Memory::dram(MEMORY)], None),
+            Some(device) => over(MEMORY, device.clone(), |config| {
+                config.policy = policy.into();
+            }),
         }
     }
 
@@ -316,7 +322,7 @@ impl Run {
             Op::Restart => {
                 self.store.close(soon()).unwrap();
                 self.pins.clear();
-                self.store = Self::open(&self.nvme);
+                self.store = Self::open(self.policy, &self.nvme);
             }
         }
     }
@@ -373,8 +379,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 20, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn dram_alone_is_a_map_that_forgets(ops in ops(false)) {
-        let mut run = Run::new(None);
+    fn dram_alone_is_a_map_that_forgets(ops in ops(false), policy in select(&POLICIES[..])) {
+        let mut run = Run::new(policy, None);
         for op in &ops {
             run.step(op);
             run.check();
@@ -383,8 +389,8 @@ proptest! {
     }
 
     #[test]
-    fn dram_over_nvme_is_a_map(ops in ops(true)) {
-        let mut run = Run::new(Some(RamDevice::new(NVME)));
+    fn dram_over_nvme_is_a_map(ops in ops(true), policy in select(&POLICIES[..])) {
+        let mut run = Run::new(policy, Some(RamDevice::new(NVME)));
         for op in &ops {
             run.step(op);
             run.check();

@@ -53,6 +53,18 @@ fn memory() -> Memory {
     }
 }
 
+/// In turn what has an order that can be foretold, and what learns.
+fn policy(turn: u64) -> String {
+    ["lru-leaf", "auto"][turn as usize % 2].into()
+}
+
+fn in_memory(turn: u64) -> Config {
+    Config {
+        policy: policy(turn),
+        ..Config::new(vec![memory()], None)
+    }
+}
+
 fn data(n: u64) -> Vec<u8> {
     bytes(n, BLOCK)
 }
@@ -135,23 +147,24 @@ fn together(store: Store, turn: u64, threads: u64, steps: usize, close_among: bo
     store.close(soon()).unwrap();
 }
 
-fn nvme_below() -> Store {
+fn nvme_below(turn: u64) -> Store {
     over(MEMORY, RamDevice::new(DEVICE), |config| {
         config.memory = vec![memory()];
+        config.policy = policy(turn);
     })
 }
 
 #[test]
 fn puts_reads_leases_and_removals_in_memory() {
     orders(|turn| {
-        let store = Store::open(Config::new(vec![memory()], None)).unwrap();
+        let store = Store::open(in_memory(turn)).unwrap();
         together(store, turn, 3, 5, false);
     });
 }
 
 #[test]
 fn demotion_loads_and_removals_over_nvme() {
-    orders(|turn| together(nvme_below(), turn, 2, 5, false));
+    orders(|turn| together(nvme_below(turn), turn, 2, 5, false));
 }
 
 /// What is removed is not kept, also for who is just about to pin it.
@@ -233,8 +246,8 @@ fn copies_to_hbm_among_evictions_removals_and_readers() {
             size: 2 * MEMORY,
             ..memory()
         };
-        let mut config = Config::new(vec![all], None);
-        config.hbm = Some(MEMORY);
+        let mut config = in_memory(turn);
+        (config.memory, config.hbm) = (vec![all], Some(MEMORY));
         let store = Arc::new(Store::open(config).unwrap());
         let (pool, ns, feed) = (Pool::new(), opaque(b"races"), store.feed().unwrap());
         let copier = {
@@ -287,9 +300,9 @@ fn two_blocks() -> Quota {
 #[test]
 fn a_namespace_at_its_cap() {
     orders(|turn| {
-        let store = match turn % 2 {
-            0 => Store::open(Config::new(vec![memory()], None)).unwrap(),
-            _ => nvme_below(),
+        let store = match turn / 2 % 2 {
+            0 => Store::open(in_memory(turn)).unwrap(),
+            _ => nvme_below(turn),
         };
         store.set_quota(&opaque(b"races"), &two_blocks()).unwrap();
         together(store, turn, 3, 4, false);
@@ -457,5 +470,5 @@ fn a_put_that_waits_for_a_device_that_hangs_takes_what_is_removed() {
 
 #[test]
 fn closing_while_everybody_is_at_work() {
-    orders(|turn| together(nvme_below(), turn, 2, 4, true));
+    orders(|turn| together(nvme_below(turn), turn, 2, 4, true));
 }

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::*;
+use kvtier_core::config::{Memory, MemoryKind};
 use kvtier_core::layout::{Selection, Tokens};
 use kvtier_core::put::{Block, Put};
 use kvtier_core::read::Out;
@@ -237,30 +238,44 @@ fn stress(store: Store, threads: u64, steps: usize, seed: u64) {
 
 #[test]
 fn over_dram_alone() {
-    stress(dram(4 << 20), 4, 4000, 1);
+    for policy in POLICIES {
+        let store = tiered(policy, vec![Memory::dram(4 << 20)], None);
+        stress(store, 4, 2000, 1);
+    }
 }
 
 #[test]
 fn over_dram_and_nvme() {
-    let dir = tempfile::tempdir().unwrap();
-    let store = two_tiers(4 << 20, nvme(dir.path(), 24 << 20));
-    stress(store, 4, 2500, 2);
+    for policy in POLICIES {
+        let dir = tempfile::tempdir().unwrap();
+        let options = nvme(dir.path(), 24 << 20);
+        let store = tiered(policy, vec![Memory::dram(4 << 20)], Some(options));
+        stress(store, 4, 1250, 2);
+    }
 }
 
 #[test]
 fn over_dram_and_a_smaller_nvme() {
-    stress(over(6 << 20, RamDevice::new(4 << 20), |_| ()), 4, 2000, 3);
+    for policy in POLICIES {
+        let store = over(6 << 20, RamDevice::new(4 << 20), |config| {
+            config.policy = policy.into();
+        });
+        stress(store, 4, 1000, 3);
+    }
 }
 
 #[test]
 fn over_three_tiers_with_another_policy() {
-    let dir = tempfile::tempdir().unwrap();
-    stress(
-        three_tiers(3 << 20, 3 << 20, nvme(dir.path(), 16 << 20)),
-        4,
-        1000,
-        4,
-    );
+    for policy in POLICIES {
+        let dir = tempfile::tempdir().unwrap();
+        let cxl = Memory {
+            kind: MemoryKind::Cxl,
+            ..Memory::dram(3 << 20)
+        };
+        let options = nvme(dir.path(), 16 << 20);
+        let store = tiered(policy, vec![Memory::dram(3 << 20), cxl], Some(options));
+        stress(store, 4, 500, 4);
+    }
     for policy in ["s3-fifo-leaf", "lru", "s3-fifo"] {
         let store = over(4 << 20, RamDevice::new(12 << 20), |config| {
             config.policy = policy.into();

@@ -18,6 +18,9 @@ use kvtier_core::read::{Got, Out};
 use kvtier_core::store::{Namespace, Store, TierReport};
 use kvtier_nvme::{Clock, Device, EngineKind, NvmeTier, Options};
 
+/// The policies that models of whole stores are run with: one that learns, and one whose order is plain.
+pub const POLICIES: [&str; 2] = ["auto", "lru-leaf"];
+
 /// Where prefetches bring blocks.
 pub const DRAM: Goal = Goal::Memory(0);
 
@@ -165,6 +168,13 @@ pub fn nvme(dir: &Path, size: u64) -> Options {
     Options::new(vec![dir.to_owned()], size)
 }
 
+/// A store of these tiers, by this policy.
+pub fn tiered(policy: &str, memory: Vec<Memory>, options: Option<Options>) -> Store {
+    let mut config = Config::new(memory, options);
+    config.policy = policy.into();
+    Store::open(config).unwrap()
+}
+
 /// DRAM over NVMe.
 pub fn two_tiers(memory: u64, options: Options) -> Store {
     Store::open(Config::new(vec![Memory::dram(memory)], Some(options))).unwrap()
@@ -299,7 +309,7 @@ pub fn audit(store: &Store) {
         assert!(t.used <= t.capacity, "{t:?}");
         assert!(t.capacity <= t.size, "{t:?}");
     }
-    let first = &report.tiers[0];
+    let first = report.tiers.iter().find(|t| t.name == "dram").unwrap();
     let given_up = first.size - first.capacity - first.quarantined;
     assert!(
         report.metadata <= given_up,

@@ -266,8 +266,13 @@ fn many_quotas_are_as_many_as_can_be() {
 
 /// DRAM over NVMe, with a clock that the test moves.
 fn timed(clock: &Arc<TestClock>, device: &Arc<RamDevice>) -> Store {
+    timed_by("lru-leaf", clock, device)
+}
+
+fn timed_by(policy: &str, clock: &Arc<TestClock>, device: &Arc<RamDevice>) -> Store {
     over(4 * MIB, device.clone(), |config| {
         config.nvme.as_mut().unwrap().clock = clock.clone();
+        config.policy = policy.into();
     })
 }
 

@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use kvtier_core::config::Memory;
 use proptest::prelude::*;
+use proptest::sample::select;
 
 use super::common::*;
 use super::*;
@@ -50,6 +52,7 @@ fn pages(space: usize, n: u64) -> u64 {
 }
 
 struct Tenants {
+    policy: &'static str,
     store: Store,
     device: Option<Arc<RamDevice>>,
     clock: Arc<TestClock>,
@@ -61,10 +64,11 @@ struct Tenants {
 }
 
 impl Tenants {
-    fn new(device: Option<Arc<RamDevice>>) -> Self {
+    fn new(policy: &'static str, device: Option<Arc<RamDevice>>) -> Self {
         let clock = TestClock::new();
         let spaces = (0..SPACES).map(|s| opaque(&[b't', s as u8])).collect();
         let mut tenants = Tenants {
+            policy,
             store: dram(MIB),
             device,
             clock,
@@ -79,8 +83,8 @@ impl Tenants {
 
     fn open(&mut self) {
         self.store = match &self.device {
-            Some(device) => timed(&self.clock, device),
-            None => dram(4 * MIB),
+            Some(device) => timed_by(self.policy, &self.clock, device),
+            None => tiered(self.policy, vec![Memory::dram(4 * MIB)], None),
         };
         for (space, quota) in self.quotas().iter().enumerate() {
             if let Some(quota) = quota {
@@ -273,15 +277,21 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_sequence_breaks_a_guarantee_or_a_cap_in_memory(ops in ops()) {
-        let mut tenants = Tenants::new(None);
+    fn no_sequence_breaks_a_guarantee_or_a_cap_in_memory(
+        ops in ops(),
+        policy in select(&POLICIES[..]),
+    ) {
+        let mut tenants = Tenants::new(policy, None);
         ops.iter().for_each(|op| tenants.step(op));
         tenants.end();
     }
 
     #[test]
-    fn no_sequence_breaks_a_guarantee_or_a_cap_over_nvme(ops in ops()) {
-        let mut tenants = Tenants::new(Some(RamDevice::new(12 * MIB)));
+    fn no_sequence_breaks_a_guarantee_or_a_cap_over_nvme(
+        ops in ops(),
+        policy in select(&POLICIES[..]),
+    ) {
+        let mut tenants = Tenants::new(policy, Some(RamDevice::new(12 * MIB)));
         ops.iter().for_each(|op| tenants.step(op));
         tenants.end();
     }
