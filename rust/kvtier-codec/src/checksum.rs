@@ -24,6 +24,22 @@ use xxh3::{Acc, BLOCK, MIDSIZE_MAX, STRIPE};
 /// cache still hold. Shorter copies are likelier to be read again at once.
 const STREAM_FROM: usize = 64 << 10;
 
+/// Has the processor fetch a value that is going to be needed.
+pub fn prefetch<T>(what: &T) {
+    let from = ptr::from_ref(what).cast::<u8>();
+    prefetch_lines(from, size_of::<T>());
+}
+
+/// As [`prefetch`], the `len` bytes from a place on, whatever is there.
+pub fn prefetch_lines(from: *const u8, len: usize) {
+    for at in (0..len).step_by(LINE) {
+        #[cfg(target_arch = "x86_64")]
+        x86::prefetch(from.wrapping_add(at));
+        #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+        neon::prefetch(from.wrapping_add(at));
+    }
+}
+
 /// The unit in which non-temporal stores reach memory.
 const LINE: usize = 64;
 
@@ -107,6 +123,18 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) {
 /// # Safety
 /// As for [`copy`].
 pub unsafe fn copy_hash64(dst: *mut u8, src: *const u8, len: usize) -> u64 {
+    // SAFETY: the caller's contract.
+    let hash = unsafe { copy_hash64_unfenced(dst, src, len) };
+    fence();
+    hash
+}
+
+/// As [`copy_hash64`], but what the thread stores next may reach others before the copy does: call
+/// [`fence`] before anybody is told of it. The copy reaches memory beside what is done until then.
+///
+/// # Safety
+/// As for [`copy`].
+pub unsafe fn copy_hash64_unfenced(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's contract; `dst` holds `len` initialised bytes after the copy.
     unsafe {
         match fastest() {
@@ -152,7 +180,7 @@ impl Kernel {
         fence();
     }
 
-    /// [`copy_hash64`] of more than [`MIDSIZE_MAX`] bytes.
+    /// [`copy_hash64_unfenced`] of more than [`MIDSIZE_MAX`] bytes.
     ///
     /// # Safety
     /// As for [`copy`].
@@ -174,9 +202,6 @@ impl Kernel {
                 (whole - streamed) / STRIPE,
             );
             ptr::copy_nonoverlapping(src.add(whole), dst.add(whole), len - whole);
-            if streamed > 0 {
-                fence();
-            }
             acc.finish(&*dst.add(len - STRIPE).cast(), len)
         }
     }
@@ -225,7 +250,7 @@ impl Kernel {
 
 /// Orders the non-temporal stores before this before whatever the thread stores after it, so that
 /// publishing the copy publishes its bytes.
-fn fence() {
+pub fn fence() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of the architecture.
     unsafe {

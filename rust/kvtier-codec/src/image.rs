@@ -156,6 +156,9 @@ impl Root {
 
     /// As [`Root::new`], over a table that was read.
     pub fn over(table: &[Segment], id: &Id, generation: u64, codec: u16, shape: Shape) -> Self {
+        if let [one] = table {
+            return Root::new(id, generation, codec, shape, &one.to_bytes());
+        }
         let mut stored = Vec::with_capacity(table.len() * ENTRY);
         for segment in table {
             stored.extend_from_slice(&segment.to_bytes());

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::sync::{Mutex, MutexGuard};
 use hashbrown::{HashMap, HashTable};
+use kvtier_codec::checksum::prefetch;
 use kvtier_codec::frame::Codec;
 use kvtier_codec::image::{Id, Root, Shape};
 use kvtier_nvme::Slot;
@@ -304,6 +305,21 @@ impl Shard {
         Some(local << SHARD_BITS | self.number)
     }
 
+    /// Has the processor fetch the entry of a block that is going to be looked for.
+    pub(crate) fn prefetch(&self, id: &Id) {
+        self.table.find(hash(id), |&local| {
+            prefetch(&self.cells[local as usize]);
+            false // to tell is to wait for it
+        });
+    }
+
+    /// Has the processor fetch the room of the next block that is going to be inserted.
+    pub(crate) fn prefetch_vacant(&self) {
+        if let Some(cell) = self.cells.get(self.vacant as usize) {
+            prefetch(cell);
+        }
+    }
+
     /// The entry of a handle.
     pub fn get(&self, h: Handle) -> Option<&Entry> {
         self.cells.get(self.local(h))?.entry()
@@ -435,6 +451,11 @@ impl Index {
     /// Locks the shard that holds, or would hold, `id`.
     pub fn of(&self, id: &Id) -> MutexGuard<'_, Shard> {
         self.shards[id[0] as usize].lock()
+    }
+
+    /// Has the processor fetch what locking the shard of `id` needs.
+    pub(crate) fn prefetch(&self, id: &Id) {
+        prefetch(&self.shards[id[0] as usize]);
     }
 
     /// Locks the shard of a handle.

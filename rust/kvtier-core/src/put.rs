@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use kvtier_codec::checksum::copy_hash64;
+use kvtier_codec::checksum::{copy_hash64_unfenced, fence};
 use kvtier_codec::image::{self, Id, Segment, Shape};
 
 use crate::error::{Error, Kind, Result};
@@ -66,10 +66,12 @@ impl Store {
             .collect::<Result<Vec<_>>>()?;
         blocks
             .iter()
-            .zip(checked)
-            .map(|(block, checked)| {
+            .zip(&checked)
+            .enumerate()
+            .map(|(i, (block, put))| {
+                self.inner.foresee_puts(&checked[i + 1..]);
                 self.inner
-                    .put(ns, block, &checked, deadline)
+                    .put(ns, block, put, deadline)
                     .or_else(|error| match error.kind() {
                         Kind::Full => Ok(Put::Full),
                         Kind::Deadline => Ok(Put::Deadline),
@@ -126,6 +128,16 @@ impl Drop for Expected<'_> {
 }
 
 impl Inner {
+    /// Has the processor fetch what the next puts of a call need of the index, beside the copy before them.
+    fn foresee_puts(&self, next: &[Checked]) {
+        if let Some(Checked { id, .. }) = next.get(1) {
+            self.index.prefetch(id);
+        }
+        if let Some(Checked { id, .. }) = next.first() {
+            self.index.of(id).prefetch_vacant();
+        }
+    }
+
     fn put(
         &self,
         ns: &Namespace,
@@ -156,8 +168,9 @@ impl Inner {
         let mut table = Vec::with_capacity(shape.segments());
         for (offset, len) in ns.layout.segments(shape) {
             // SAFETY: the slot is ours alone and at least `payload` bytes long, and so is `data`.
-            let checksum =
-                unsafe { copy_hash64(pin.ptr().add(offset), block.data[offset..].as_ptr(), len) };
+            let checksum = unsafe {
+                copy_hash64_unfenced(pin.ptr().add(offset), block.data[offset..].as_ptr(), len)
+            };
             table.push(Segment {
                 offset: offset as u32,
                 len: len as u32,
@@ -167,6 +180,7 @@ impl Inner {
         // SAFETY: the slot is ours alone until it is published, and as long as the image.
         let bytes = unsafe { pin.bytes_mut(shape.image_len()) };
         let root = image::seal(bytes, shape, &id, 0, 0, &table);
+        fence();
 
         let mut entry = Entry::new(id, ns.tag(), shape, block.importance);
         entry.root = root;

@@ -12,7 +12,7 @@ use crate::error::{Error, Kind, Result};
 use crate::flight::Wait;
 use crate::frames::Frames;
 use crate::hbm::HBM;
-use crate::index::Cold;
+use crate::index::{Cold, Entry};
 use crate::layout::{Piece, Selection};
 use crate::load::{Flight, Found, Miss, readable};
 use crate::order::Known;
@@ -180,17 +180,20 @@ impl Store {
         let mut results = Vec::with_capacity(requests.len());
         let mut used: Vec<(usize, Handle)> = Vec::with_capacity(requests.len());
         let begun = Instant::now();
+        let mut started = begun;
         let mut bytes = vec![0; inner.memory.len()];
         for (i, request) in requests.iter().enumerate() {
+            inner.foresee_reads(&requests[i + 1..]);
             let first = ahead.take(i, |next| {
-                Ok(match inner.begin(&requests[next], Instant::now())? {
+                Ok(match inner.begin(&requests[next], None)? {
                     Begun::Pending(p) => (Some((p, requests[next].out.len)), true),
                     Begun::Ready => (None, true),
                     Begun::Failed(_) => (None, false),
                 })
             })?;
-            let started = Instant::now();
             let got = inner.get_one(request, first, &mut || ahead.give_way(i))?;
+            let ended = Instant::now();
+            let taken = ended - std::mem::replace(&mut started, ended);
             match got {
                 Ok((tier, h)) => {
                     used.push((tier, h));
@@ -205,7 +208,7 @@ impl Store {
                     let stats = inner.tier_stats(tier);
                     stats.hits.add(1);
                     stats.hit_bytes.add(request.bytes() as u64);
-                    stats.get.since(started);
+                    stats.get.record(taken);
                 }
                 Err(_) => inner.stats.misses.add(1),
             }
@@ -244,6 +247,24 @@ impl Store {
 }
 
 impl Inner {
+    /// Has the processor fetch what the next reads of a call need, beside the copy before them: the entry of
+    /// the second, and then what that names.
+    fn foresee_reads(&self, next: &[Request<'_>]) {
+        if let Some(Request { id, .. }) = next.get(2) {
+            self.index.prefetch(id);
+        }
+        if let Some(Request { id, .. }) = next.get(1) {
+            self.index.of(id).prefetch(id);
+        }
+        if let Some(Request { id, .. }) = next.first() {
+            let shard = self.index.of(id);
+            let entry = shard.find(id).and_then(|h| shard.get(h));
+            if let Some((tier, start)) = entry.and_then(Entry::in_memory) {
+                self.memory[tier].arena.prefetch(start);
+            }
+        }
+    }
+
     /// Notes that a call for so many blocks found these, by tier.
     pub(crate) fn count_use(&self, ns: &Namespace, asked: usize, used: &[(usize, Handle)]) {
         let mut order = self.order.lock();
@@ -281,11 +302,12 @@ impl Inner {
         only.then(|| ((h, entry.epoch), entry.shape.payload()))
     }
 
-    /// Starts the read from NVMe that a key needs, if it does. Waits until `deadline` for room.
+    /// Starts the read from NVMe that a key needs, if it does. Waits until `deadline` for room, if there is
+    /// one.
     fn begin<'a>(
         self: &'a Arc<Self>,
         request: &Request<'_>,
-        deadline: Instant,
+        deadline: Option<Instant>,
     ) -> Result<Begun<'a>> {
         let Some((known, _)) = self.cold_only(&request.id) else {
             return Ok(Begun::Ready);
@@ -293,6 +315,7 @@ impl Inner {
         if let Some(pending) = self.begin_direct(known, request)? {
             return Ok(Begun::Pending(pending));
         }
+        let deadline = deadline.unwrap_or_else(Instant::now);
         let attended = request.alone.then_some(request.deadline);
         Ok(match self.load(known, true, true, deadline, attended) {
             Found::Flying(flight) => Begun::Pending(Pending::Flight(Watched {
@@ -441,10 +464,10 @@ impl Inner {
                 })
             };
             let Some((tier, known, shape, root, pin)) = found else {
-                let mut begun = self.begin(request, Instant::now())?;
+                let mut begun = self.begin(request, None)?;
                 if matches!(begun, Begun::Failed(miss) if miss.is_passing()) {
                     give_way();
-                    begun = self.begin(request, request.deadline)?;
+                    begun = self.begin(request, Some(request.deadline))?;
                 }
                 match begun {
                     Begun::Pending(p) => pending = Some(p),

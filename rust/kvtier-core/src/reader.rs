@@ -1,6 +1,6 @@
 //! Taking bytes out of an image, and proving in the same pass that they are the right ones.
 
-use kvtier_codec::checksum::{copy, copy_hash64, hash64};
+use kvtier_codec::checksum::{copy, copy_hash64_unfenced, fence, hash64};
 use kvtier_codec::image::{self, Id, Mismatch, Root, Segment, Shape};
 
 use crate::layout::Piece;
@@ -77,13 +77,30 @@ pub unsafe fn copy_proven(
     pieces: &[Piece],
     out: *mut u8,
 ) -> Result<Root, Mismatch> {
+    // SAFETY: the caller's contract.
+    let root = unsafe { copy_unfenced(image, shape, proof, pieces, out) };
+    fence();
+    root
+}
+
+/// [`copy_proven`], but for the order of its stores and later ones.
+///
+/// # Safety
+/// As [`copy_out`].
+unsafe fn copy_unfenced(
+    image: &[u8],
+    shape: Shape,
+    proof: Proof<'_>,
+    pieces: &[Piece],
+    out: *mut u8,
+) -> Result<Root, Mismatch> {
     let src = image.as_ptr();
     let payload = shape.payload();
     let whole = matches!(pieces, [piece] if piece.offset == 0 && piece.len == payload);
     if shape.segments() == 1 {
         let checksum = if whole {
             // SAFETY: the payload is `payload` bytes long, and so is `out`.
-            unsafe { copy_hash64(out, src, payload) }
+            unsafe { copy_hash64_unfenced(out, src, payload) }
         } else {
             hash64(&image[..payload])
         };
@@ -111,7 +128,9 @@ pub unsafe fn copy_proven(
     let copied = |i: usize, at: usize| {
         let (offset, len) = (table[i].offset as usize, table[i].len as usize);
         // SAFETY: the table tiles the payload (`holds` checked it), and `out` has room at `at`.
-        check(i, unsafe { copy_hash64(out.add(at), src.add(offset), len) })
+        check(i, unsafe {
+            copy_hash64_unfenced(out.add(at), src.add(offset), len)
+        })
     };
     if whole {
         for (i, segment) in table.iter().enumerate() {

@@ -51,7 +51,7 @@ unsafe fn stream(dst: *mut u8, [a, b, c, d]: Stripe) {
 }
 
 #[inline]
-fn prefetch(src: *const u8) {
+pub(super) fn prefetch(src: *const u8) {
     // SAFETY: a prefetch of any address is harmless.
     unsafe {
         asm!("prfm pldl1keep, [{}]", in(reg) src, options(readonly, nostack, preserves_flags));

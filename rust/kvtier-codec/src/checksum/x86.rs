@@ -3,7 +3,7 @@
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 
 #[inline]
-fn prefetch(src: *const u8) {
+pub(super) fn prefetch(src: *const u8) {
     #[allow(unused_unsafe, reason = "newer releases of Rust declare it safe")]
     // SAFETY: a prefetch of any address is harmless.
     unsafe {

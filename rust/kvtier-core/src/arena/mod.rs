@@ -11,6 +11,7 @@ use std::sync::atomic::AtomicU8;
 
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard};
+use kvtier_codec::checksum::{prefetch, prefetch_lines};
 use kvtier_codec::image::PAGE;
 use kvtier_nvme::slots::{BUSY, FREE, LOST, Owner, Run, Slots};
 
@@ -238,6 +239,14 @@ impl Arena {
             arena: self.clone(),
             start,
         })
+    }
+
+    /// Has the processor fetch what reading the slot needs first.
+    pub(crate) fn prefetch(&self, start: u32) {
+        const BEGIN: usize = 2048; // from there on a copy fetches ahead of itself
+        prefetch(&self.words[start as usize]);
+        let at = start as usize * PAGE;
+        prefetch_lines(self.backing.base().as_ptr().wrapping_add(at), BEGIN);
     }
 
     /// Is the slot pinned by anybody?
