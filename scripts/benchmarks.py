@@ -51,13 +51,16 @@ CPU_AIM = 0.12
 """CPU seconds per GiB of a transfer, for rows of their own."""
 
 REASONS = {
-    "dram_put_64k": "a put into a full tier also evicts. In a profile, put and eviction take half as long again as the copy: "
-    "a tenth of it in the cache miss at the entry that leaves, the rest spread over the index, the policy, the allocator, "
-    "BLAKE3 and sealing",
-    "dram_get_64k": "in a profile the lookup takes an eighth of the copy's time, mostly in a cache miss; the rest is spread "
-    "thinly",
-    "nvme_read_64k_single": "of the 14 µs more, 5 are what the same read takes from memory, the check and the copy. The rest is the "
-    "hand-over to the ring's thread and back; `perf bench sched pipe -T` takes 42 µs here for a round trip between two threads",
+    "dram_put_64k": "a put into a full tier also evicts. The copy with its checksum takes 0.9 of memcpy's time, which leaves "
+    "0.2 of that for the rest to meet the aim. With all tables in the processor's cache (4 KiB blocks in 8 MiB) the rest takes "
+    "nearly 0.4: a quarter of it borrows the buffer and looks for the key, and the index, the policy, the allocator, BLAKE3 and "
+    "their locks take less than a tenth each. Tables that are not in the cache add 0.15, over a third of it in the miss at the "
+    "entry that leaves, which only the policy could name ahead of time",
+    "dram_get_64k": "the next blocks' entries, pins and first bytes are fetched beside each copy. In a profile seven tenths are "
+    "the copy with its checksum; the largest part of the rest, 4 %, waits for stores past the cache to arrive",
+    "nvme_read_64k_single": "whoever asks sends the read and waits for the device himself, without a thread between. Two fifths "
+    "of the store's own time are the check and the copy, as from memory; the rest makes room for the block and enters it into the "
+    "index, through tables that left the cache while the device was waited for",
     "nvme_read": "who asked verifies and copies what was read, beside a device that is emulated on the same processors, and the "
     "pipeline fills and drains once a call",
     "nvme_read_1m_beside_writes": "memory is full of blocks that must be written before they leave. The first reads wait for "
