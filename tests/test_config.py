@@ -164,7 +164,7 @@ def test_a_whole_toml(tmp_path: Path) -> None:
 def test_an_empty_toml_is_a_plain_store(tmp_path: Path) -> None:
     config = StoreConfig.from_toml(write(tmp_path, ""))
     assert [type(tier) for tier in config.tiers] == [Dram]
-    assert (config.policy, config.verify, config.watermarks) == ("lru-leaf", True, (0.98, 0.95))
+    assert (config.policy, config.verify, config.watermarks) == ("auto", True, (0.98, 0.95))
 
 
 @pytest.mark.parametrize("key", ["path", "device"])

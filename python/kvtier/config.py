@@ -266,7 +266,7 @@ class StoreConfig:
     Args:
         tiers: fastest first; at most one of each kind. None gives one :class:`Dram` of :func:`default_dram` bytes.
         policy: which block leaves first (docs/POLICIES.md); always in chain order, so that the last block of a chain
-            goes before the others, whether or not the name says ``-leaf``. Default ``"lru-leaf"``.
+            goes before the others, whether or not the name says ``-leaf``. Default ``"auto"``.
         verify: whether every read checks the checksums made at put (default). Without, a broken disk may go unnoticed.
         watermarks: ``(high, low)`` shares of a tier's capacity: above the first the mover starts to demote, down to
             the second. Over NVMe it also keeps 16 MiB free or on their way down, at most a sixteenth of the tier, so that
@@ -278,7 +278,7 @@ class StoreConfig:
     """
 
     tiers: tuple[Tier, ...] = ()
-    policy: Policy = "lru-leaf"
+    policy: Policy = "auto"
     verify: bool = True
     watermarks: tuple[float, float] = (0.98, 0.95)
     write_budget: Size | None = None

@@ -98,7 +98,7 @@ impl Config {
             memory,
             nvme,
             hbm: None,
-            policy: "lru-leaf".into(),
+            policy: "auto".into(),
             verify: true,
             high: 0.98,
             low: 0.95,

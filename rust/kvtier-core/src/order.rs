@@ -230,7 +230,7 @@ mod tests {
 
     #[test]
     fn a_parent_stays_for_a_block_on_its_way_but_not_for_another_use_of_its_handle() {
-        let mut order = Order::new(Shares::new("lru-leaf", Vec::new()).unwrap());
+        let mut order = Order::new(Shares::new("lru-leaf", Vec::new(), false).unwrap());
         assert!(order.attach((0, 1), None, 0));
         assert!(order.expect_child((0, 1)) && !order.expect_child((0, 2)));
         assert!(order.expects_child(0));
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn a_condemned_tree_names_descendants_first_and_takes_no_more() {
-        let mut order = Order::new(Shares::new("lru-leaf", Vec::new()).unwrap());
+        let mut order = Order::new(Shares::new("lru-leaf", Vec::new(), false).unwrap());
         for (h, parent) in [
             (0, None),
             (1, Some(0)),

@@ -121,6 +121,8 @@ impl Group {
 /// Shares, policies and accounts of all tiers.
 pub struct Shares {
     policy: String,
+    /// The last of them is HBM.
+    hbm: bool,
     tiers: Vec<Tier>,
     groups: Vec<Group>,
     /// The group of each block, and its place there, once there is more than one group.
@@ -136,10 +138,11 @@ pub struct Shares {
 }
 
 impl Shares {
-    /// The policy of that name in every tier; tiers have so many pages.
-    pub fn new(name: &str, sizes: Vec<u64>) -> Result<Self> {
+    /// The policy of that name in every tier; tiers have so many pages, HBM's come last.
+    pub fn new(name: &str, sizes: Vec<u64>, hbm: bool) -> Result<Self> {
         let mut shares = Shares {
             policy: name.into(),
+            hbm,
             tiers: sizes.into_iter().map(Tier::new).collect(),
             groups: Vec::new(),
             membership: Vec::new(),
@@ -155,7 +158,7 @@ impl Shares {
 
     fn add_group(&mut self) -> Result<()> {
         let sizes: Vec<u64> = self.tiers.iter().map(|tier| tier.size).collect();
-        let policies = policy::in_chains(&self.policy, &sizes)?;
+        let policies = policy::in_chains(&self.policy, &sizes, self.hbm)?;
         for (tier, policy) in self.tiers.iter_mut().zip(policies) {
             self.memory += size_of::<Part>() + policy.memory_bytes();
             tier.add_group(policy);

@@ -215,7 +215,11 @@ impl Store {
         let codings = Codings::new(first as usize);
         let inner = Arc::new(Inner {
             index: Index::default(),
-            order: Mutex::new(Order::new(Shares::new(&config.policy, sizes)?)),
+            order: Mutex::new(Order::new(Shares::new(
+                &config.policy,
+                sizes,
+                hbm.is_some(),
+            )?)),
             mover: Mover::new(
                 memory.last().map_or(0, |m| m.size as usize),
                 codings.limit(),

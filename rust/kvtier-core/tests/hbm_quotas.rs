@@ -48,6 +48,7 @@ impl Device {
         }
     }
 
+    /// What was used last is what stays.
     fn over_dram() -> Self {
         Self::by("lru-leaf")
     }

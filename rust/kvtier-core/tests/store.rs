@@ -133,7 +133,7 @@ fn a_full_block_replaces_the_partial_one_it_names() {
 
 #[test]
 fn eviction_takes_leaves_first_and_spares_what_is_held() {
-    let store = dram(1 << 20);
+    let store = dram_by_age(1 << 20);
     let ns = opaque(b"full");
     let size = 60_000;
     for chain in 0..2 {

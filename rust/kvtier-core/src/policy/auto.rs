@@ -40,6 +40,13 @@ const HELD: u8 = 2;
 const PASSED: u8 = 4;
 const QUEUED: u8 = 8;
 
+/// The list of the blocks that a tier above holds too.
+const COPIES: usize = CLASSES * AGES;
+const _: () = assert!(COPIES < NOWHERE as usize);
+/// A copy of what a tier above holds is worth nothing until it is let go of there, and then what leaves
+/// there is worth; so now it is worth this share of that.
+const COPY: f32 = 0.75;
+
 const ABSENT: Node = Node {
     prev: NIL,
     next: NIL,
@@ -116,8 +123,15 @@ struct Shared {
 /// it belongs when it comes to the front of the one where it is.
 #[derive(Debug)]
 struct Lists {
+    /// The tiers that are above, a bit each.
+    above: u8,
     nodes: Paged<Node>,
     classes: Vec<Class>,
+    /// Oldest and newest of the blocks that a tier above holds too, and what they are worth.
+    copies: (u32, u32),
+    copy: f32,
+    /// What the last block that was named was worth.
+    named: f32,
     /// A bit for each class that has blocks.
     filled: u128,
     /// Classes that have lists.
@@ -133,12 +147,17 @@ struct Lists {
 }
 
 impl Auto {
-    /// Policies of so many tiers above one another; nothing is here yet.
-    pub fn of_tiers(tiers: usize) -> Vec<Self> {
+    /// Policies of so many tiers above one another; `hbm`: but for the last, which holds copies of what
+    /// must lie in another too. What they know is kept in memory of so many pages. Nothing is here yet.
+    pub fn of_tiers(tiers: usize, hbm: bool, memory: u64) -> Vec<Self> {
         debug_assert!(tiers <= TIERS);
+        let above = |tier: usize| match hbm && tier + 1 == tiers {
+            true => 0,
+            false => (1 << tier) - 1,
+        };
         let mut shared = Shared {
-            learned: Learned::default(),
-            tiers: (0..tiers).map(|_| Lists::default()).collect(),
+            learned: Learned::new(memory),
+            tiers: (0..tiers).map(|tier| Lists::new(above(tier))).collect(),
         };
         if let Some(first) = shared.tiers.first_mut() {
             first.learned_bytes = shared.learned.growth();
@@ -155,15 +174,31 @@ impl Auto {
     fn with<T>(&self, act: impl FnOnce(&mut Learned, &mut Lists) -> T) -> T {
         let mut shared = self.shared.lock();
         let Shared { learned, tiers } = &mut *shared;
+        if let Some(above) = self.tier.checked_sub(1) {
+            tiers[self.tier].copy = tiers[above].named * COPY;
+        }
         act(learned, &mut tiers[self.tier])
+    }
+
+    /// Puts a block where it belongs in every tier that holds it, from this one on.
+    fn place_from(first: usize, learned: &Learned, tiers: &mut [Lists], block: Handle) {
+        for tier in bits(learned.tiers(block).into()) {
+            if tier >= first {
+                tiers[tier].place(learned, block);
+            }
+        }
     }
 }
 
-impl Default for Lists {
-    fn default() -> Self {
+impl Lists {
+    fn new(above: u8) -> Self {
         Lists {
+            above,
             nodes: Paged::new(ABSENT),
             classes: vec![Class::default(); CLASSES],
+            copies: (NIL, NIL),
+            copy: f32::MAX,
+            named: f32::MAX,
             filled: 0,
             seen: 0,
             young: 0,
@@ -173,9 +208,15 @@ impl Default for Lists {
             learned_bytes: 0,
         }
     }
-}
 
-impl Lists {
+    /// The list where a block belongs.
+    fn cell(&self, learned: &Learned, block: Handle) -> usize {
+        match learned.tiers(block) & self.above {
+            0 => learned.cell(block),
+            _ => COPIES,
+        }
+    }
+
     fn is_here(&self, block: Handle) -> bool {
         self.nodes
             .get(block as usize)
@@ -184,11 +225,17 @@ impl Lists {
 
     /// The oldest block of a list; of none, `NIL`.
     fn oldest(&self, cell: usize) -> u32 {
+        if cell == COPIES {
+            return self.copies.0;
+        }
         let ends = &self.classes[cell / AGES].ends;
         ends.as_ref().map_or(NIL, |ends| ends[cell % AGES].0)
     }
 
     fn ends(&mut self, cell: usize) -> &mut (u32, u32) {
+        if cell == COPIES {
+            return &mut self.copies;
+        }
         let ends = self.classes[cell / AGES].ends.get_or_insert_with(|| {
             self.seen += 1;
             Box::new(EMPTY)
@@ -197,7 +244,7 @@ impl Lists {
     }
 
     fn link(&mut self, learned: &Learned, block: Handle) {
-        let cell = learned.cell(block);
+        let cell = self.cell(learned, block);
         let newest = self.ends(cell).1;
         let node = &mut self.nodes[block as usize];
         (node.prev, node.next, node.cell) = (newest, NIL, cell as u16);
@@ -206,6 +253,9 @@ impl Lists {
             _ => self.nodes[newest as usize].next = block,
         }
         self.ends(cell).1 = block;
+        if cell == COPIES {
+            return;
+        }
         self.filled |= 1 << (cell / AGES);
         let class = &mut self.classes[cell / AGES];
         class.filled |= 1 << (cell % AGES);
@@ -230,7 +280,7 @@ impl Lists {
             NIL => self.ends(cell).1 = prev,
             _ => self.nodes[next as usize].prev = prev,
         }
-        if self.oldest(cell) == NIL {
+        if cell != COPIES && self.oldest(cell) == NIL {
             let class = &mut self.classes[cell / AGES];
             class.filled &= !(1 << (cell % AGES));
             class.stale |= class.age == cell % AGES;
@@ -256,7 +306,7 @@ impl Lists {
                 ages &= ages - 1;
                 for _ in 0..4 {
                     let oldest = self.oldest(cell);
-                    if oldest == NIL || learned.cell(oldest) == cell {
+                    if oldest == NIL || self.cell(learned, oldest) == cell {
                         break;
                     }
                     self.place(learned, oldest);
@@ -268,6 +318,18 @@ impl Lists {
     /// The list whose blocks are worth least, and what they are worth; of young ones only if there are
     /// no others.
     fn cheapest(&mut self, learned: &Learned) -> Option<(usize, f32)> {
+        let copies = (self.copies.0 != NIL).then_some((COPIES, self.copy));
+        if copies.is_some() && self.filled == 0 {
+            return copies;
+        }
+        let own = self.cheapest_own(learned);
+        match (own, copies) {
+            (Some(own), Some(copies)) if copies.1 <= own.1 => Some(copies),
+            (own, copies) => own.or(copies),
+        }
+    }
+
+    fn cheapest_own(&mut self, learned: &Learned) -> Option<(usize, f32)> {
         self.set_young(Learned::age_after(self.len.saturating_sub(FEW) / YOUNG));
         loop {
             let grown = self.cheapest_grown(learned);
@@ -296,7 +358,7 @@ impl Lists {
                 let cell = class * AGES + ages.trailing_zeros() as usize;
                 ages &= ages - 1;
                 let oldest = self.oldest(cell);
-                if learned.cell(oldest) != cell {
+                if self.cell(learned, oldest) != cell {
                     self.place(learned, oldest);
                     moved = true;
                 }
@@ -337,7 +399,7 @@ impl Lists {
         for _ in 0..STALE {
             let (cell, _) = self.cheapest(learned)?;
             let oldest = self.oldest(cell);
-            if learned.cell(oldest) == cell {
+            if self.cell(learned, oldest) == cell {
                 break;
             }
             self.place(learned, oldest);
@@ -361,7 +423,8 @@ impl Lists {
         learned: &Learned,
         eligible: &mut dyn FnMut(Handle) -> bool,
     ) -> Option<Handle> {
-        for _ in 0..if self.filled == 0 { PATIENCE } else { 2 } {
+        let empty = self.filled == 0 && self.copies.0 == NIL;
+        for _ in 0..if empty { PATIENCE } else { 2 } {
             let Some(block) = self.passed.pop_front() else {
                 break;
             };
@@ -379,9 +442,10 @@ impl Lists {
         }
         self.age(learned);
         for _ in 0..PATIENCE {
-            let (cell, _) = self.least(learned)?;
+            let (cell, worth) = self.least(learned)?;
             let block = self.oldest(cell);
             if eligible(block) {
+                self.named = worth;
                 return Some(block);
             }
             self.set_aside(block);
@@ -418,15 +482,16 @@ impl Policy for Auto {
     }
 
     fn on_insert(&mut self, block: Handle, meta: &Meta) {
-        self.with(|learned, lists| {
-            learned.enter(self.tier, block, meta);
-            lists.nodes.reach(block as usize);
-            let node = &mut lists.nodes[block as usize];
-            node.flags = node.flags & QUEUED | HERE;
-            lists.len += 1;
-            lists.place(learned, block);
-            lists.learned_bytes += learned.growth();
-        });
+        let mut shared = self.shared.lock();
+        let Shared { learned, tiers } = &mut *shared;
+        learned.enter(self.tier, block, meta);
+        let lists = &mut tiers[self.tier];
+        lists.nodes.reach(block as usize);
+        let node = &mut lists.nodes[block as usize];
+        node.flags = node.flags & QUEUED | HERE;
+        lists.len += 1;
+        lists.learned_bytes += learned.growth();
+        Self::place_from(self.tier, learned, tiers, block);
     }
 
     fn on_hit(&mut self, block: Handle) {
@@ -435,27 +500,29 @@ impl Policy for Auto {
         if !tiers[self.tier].is_here(block) {
             return;
         }
-        for tier in bits(learned.hit(block).into()) {
-            let lists = &mut tiers[tier];
-            lists.nodes[block as usize].flags &= !PASSED;
-            lists.place(learned, block);
+        learned.hit(block);
+        for tier in bits(learned.tiers(block).into()) {
+            tiers[tier].nodes[block as usize].flags &= !PASSED;
         }
+        Self::place_from(0, learned, tiers, block);
     }
 
     /// All tiers know it already.
     fn on_hit_above(&mut self, _block: Handle) {}
 
     fn on_remove(&mut self, block: Handle) {
-        self.with(|learned, lists| {
-            if !lists.is_here(block) {
-                return;
-            }
-            learned.leave(self.tier, block);
-            lists.unlink(block);
-            lists.nodes[block as usize].flags &= QUEUED;
-            lists.len -= 1;
-            lists.learned_bytes += learned.growth();
-        });
+        let mut shared = self.shared.lock();
+        let Shared { learned, tiers } = &mut *shared;
+        let lists = &mut tiers[self.tier];
+        if !lists.is_here(block) {
+            return;
+        }
+        learned.leave(self.tier, block);
+        lists.unlink(block);
+        lists.nodes[block as usize].flags &= QUEUED;
+        lists.len -= 1;
+        lists.learned_bytes += learned.growth();
+        Self::place_from(self.tier + 1, learned, tiers, block);
     }
 
     fn hold(&mut self, block: Handle, held: bool) {

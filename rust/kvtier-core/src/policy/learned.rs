@@ -8,7 +8,11 @@ use super::{Handle, Meta};
 /// Touches in one tick of the clock.
 const TICK: u64 = 16;
 /// Blocks that left are remembered: two for each that is here, and at least so many.
-const REMEMBERED: usize = 1 << 14;
+const REMEMBERED: u64 = 1 << 14;
+/// Of little memory, so many are remembered, and followed, for a page, which is a thirtieth of it; but at
+/// least so many.
+const A_PAGE: u64 = 4;
+const FEWEST: u64 = 1 << 11;
 
 const NIL: u32 = u32::MAX;
 
@@ -67,26 +71,29 @@ pub struct Learned {
     /// Blocks that a tier holds.
     held: usize,
     departed: Memory,
+    /// So many that left are remembered at least.
+    remembered: usize,
     reuse: Reuse,
     touches: u64,
     /// Bytes of memory that a tier counts already.
     counted: usize,
 }
 
-impl Default for Learned {
-    fn default() -> Self {
+impl Learned {
+    /// Nothing is known yet; there is memory of so many pages, of which this takes a small part.
+    pub fn new(memory: u64) -> Self {
+        let many = memory.saturating_mul(A_PAGE).max(FEWEST);
         Learned {
             blocks: Paged::new(UNKNOWN),
             held: 0,
             departed: Memory::default(),
-            reuse: Reuse::default(),
+            remembered: many.min(REMEMBERED) as usize,
+            reuse: Reuse::new(many as usize),
             touches: 0,
             counted: 0,
         }
     }
-}
 
-impl Learned {
     fn now(&self) -> u32 {
         (self.touches / TICK) as u32
     }
@@ -110,6 +117,11 @@ impl Learned {
     /// Changes whenever the worth of a class does.
     pub fn version(&self, class: usize) -> u32 {
         self.reuse.version(class)
+    }
+
+    /// The tiers that hold this block, a bit each.
+    pub fn tiers(&self, block: Handle) -> u8 {
+        self.blocks[block as usize].state / FIRST
     }
 
     /// Does a tier hold this block?
@@ -185,8 +197,8 @@ impl Learned {
         }
     }
 
-    /// A block that a tier holds was used. Says which tiers do, a bit each.
-    pub fn hit(&mut self, block: Handle) -> u8 {
+    /// A block that a tier holds was used.
+    pub fn hit(&mut self, block: Handle) {
         self.touches += 1;
         let now = self.now();
         let block = &mut self.blocks[block as usize];
@@ -195,7 +207,6 @@ impl Learned {
         block.hits = block.hits.saturating_add(1);
         let used = *block;
         self.learn(&used);
-        used.state / FIRST
     }
 
     /// A block left a tier; it is remembered where that was the last to hold it.
@@ -229,7 +240,7 @@ impl Learned {
             generation: block.turn.saturating_add(block.hits),
             flags: block.state & FLAGS,
         };
-        let wanted = (2 * self.held).max(REMEMBERED);
+        let wanted = (2 * self.held).max(self.remembered);
         self.departed.insert(block.hash, departed, wanted);
     }
 

@@ -159,14 +159,16 @@ pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
     policies.pop().ok_or_else(|| unknown(name))
 }
 
-/// The policies of that name for the tiers of one store, which are of so many pages.
+/// The policies of that name for tiers above one another, which are of so many pages, the fastest first.
 pub fn for_tiers(name: &str, pages: &[u64]) -> Result<Vec<Box<dyn Policy>>> {
-    build(name, pages, keeps_chains(name))
+    build(name, pages, false, u64::MAX, keeps_chains(name))
 }
 
-/// As [`for_tiers`], in chain order whether or not the name says so: what a store uses.
-pub fn in_chains(name: &str, pages: &[u64]) -> Result<Vec<Box<dyn Policy>>> {
-    build(name, pages, true)
+/// As [`for_tiers`], in chain order whether or not the name says so: what a store uses. What policies
+/// know is kept in the first tier. `hbm`: the last is not below the others, it holds copies of what lies there.
+pub fn in_chains(name: &str, pages: &[u64], hbm: bool) -> Result<Vec<Box<dyn Policy>>> {
+    let memory = pages.first().copied().unwrap_or(0);
+    build(name, pages, hbm, memory, true)
 }
 
 fn unknown(name: &str) -> Error {
@@ -179,7 +181,13 @@ fn unknown(name: &str) -> Error {
     )
 }
 
-fn build(name: &str, pages: &[u64], leaf: bool) -> Result<Vec<Box<dyn Policy>>> {
+fn build(
+    name: &str,
+    pages: &[u64],
+    hbm: bool,
+    memory: u64,
+    leaf: bool,
+) -> Result<Vec<Box<dyn Policy>>> {
     fn either<P: Policy + 'static>(policy: P, leaf: bool) -> Box<dyn Policy> {
         if leaf {
             Box::new(Leaf::new(policy))
@@ -204,7 +212,7 @@ fn build(name: &str, pages: &[u64], leaf: bool) -> Result<Vec<Box<dyn Policy>>> 
         "importance" => each(&|_| either(Importance::default(), leaf)),
         "gdsf" => each(&|_| either(Gdsf::default(), leaf)),
         "auto" => {
-            let policies = Auto::of_tiers(pages.len()).into_iter();
+            let policies = Auto::of_tiers(pages.len(), hbm, memory).into_iter();
             policies.map(|policy| either(policy, leaf)).collect()
         }
         _ => return Err(unknown(name)),

@@ -193,12 +193,15 @@ pub struct Reuse {
     turn: usize,
     now: u32,
     touches: u64,
+    /// Blocks that are followed at most.
+    most: usize,
     /// A block is followed if so many bits of its hash are 0.
     sample: u32,
 }
 
-impl Default for Reuse {
-    fn default() -> Self {
+impl Reuse {
+    /// Nothing is known yet, and not more than `most` blocks are followed at a time.
+    pub fn new(most: usize) -> Self {
         Reuse {
             uses: Paged::new(NEVER),
             len: 0,
@@ -217,12 +220,11 @@ impl Default for Reuse {
             turn: 0,
             now: 0,
             touches: 0,
+            most: most.min(FOLLOWED),
             sample: 0,
         }
     }
-}
 
-impl Reuse {
     /// What a tick of keeping a block of this class and age is worth, in hits.
     pub fn worth(&self, cell: usize) -> f32 {
         let class = &self.classes[cell / AGES];
@@ -259,7 +261,7 @@ impl Reuse {
             self.bursts = (self.bursts / 2.0).max(1.0);
         }
         // What is followed must reach back further than blocks stay.
-        if held > FOLLOWED << self.sample {
+        if held > self.most << self.sample {
             self.sample += 1;
         }
         if now != self.now {
@@ -310,7 +312,7 @@ impl Reuse {
 
     /// Room for a block that was not followed so far: new, or that of the oldest.
     fn follow(&mut self, hash: u32) -> u16 {
-        let place = if self.len < FOLLOWED {
+        let place = if self.len < self.most {
             self.grow();
             self.len as u16 - 1
         } else {

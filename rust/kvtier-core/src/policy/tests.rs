@@ -107,7 +107,7 @@ fn importance_keeps_what_is_attended_to_and_what_is_dear_to_compute() {
 fn what_stays_makes_way_until_all_others_were_named() {
     const BLOCKS: u32 = 1000;
     for name in NAMES {
-        let mut policy = in_chains(name, &[BLOCKS.into()]).unwrap().remove(0);
+        let mut policy = in_chains(name, &[BLOCKS.into()], false).unwrap().remove(0);
         for h in 0..BLOCKS {
             policy.on_insert(h, &meta(None));
             (0..h % 7).for_each(|_| policy.on_hit(h / 2));
@@ -302,8 +302,12 @@ proptest! {
     fn victims_are_legal_in_every_tier(
         ops in prop::collection::vec((0u8..5, any::<u8>(), 0usize..3, 0usize..3), 1..200),
         which in 0..NAMES.len(),
+        hbm: bool,
     ) {
-        let mut tiers = for_tiers(NAMES[which], &[64; 3]).unwrap();
+        let mut tiers = match hbm {
+            true => in_chains(NAMES[which], &[64; 3], true).unwrap(),
+            false => for_tiers(NAMES[which], &[64; 3]).unwrap(),
+        };
         let mut resident: [HashMap<Handle, Option<Handle>>; 3] = Default::default();
         for (what, x, tier, other) in ops {
             let block = Handle::from(x);
@@ -389,6 +393,66 @@ fn auto_takes_little_memory_before_it_knows_anything() {
     let tiers = for_tiers("auto", &[1 << 20; 3]).unwrap();
     let bytes: usize = tiers.iter().map(|policy| policy.memory_bytes()).sum();
     assert!(bytes < 24 << 10, "{bytes}: there may be hundreds of shares");
+}
+
+#[test]
+fn what_auto_remembers_of_what_left_is_bounded_by_memory() {
+    let held = 100;
+    let mut taken = [256, 1 << 20].map(|pages| {
+        let mut policy = in_chains("auto", &[pages], false).unwrap().remove(0);
+        for h in 0..200_000u32 {
+            let fingerprint = u64::from(h).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            policy.on_insert(
+                h % held,
+                &Meta {
+                    fingerprint,
+                    ..meta(None)
+                },
+            );
+            policy.on_remove((h + 1) % held);
+        }
+        policy.memory_bytes()
+    });
+    assert!(taken[0] < 100 << 10, "{taken:?}: of 1 MiB");
+    taken.reverse();
+    assert!(taken[0] < 2 << 20, "{taken:?}: of 4 GiB");
+}
+
+/// Two tiers with as many blocks each, the older half of the lower one also in the upper one.
+fn with_copies(tiers: &mut [Box<dyn Policy>]) -> (Vec<Handle>, Vec<Handle>) {
+    let (copies, below): (Vec<Handle>, Vec<Handle>) = ((0..500).collect(), (500..1000).collect());
+    for h in 0..1000 {
+        let meta = Meta {
+            fingerprint: (u64::from(h) + 1) << 40,
+            ..meta(None)
+        };
+        tiers[0].on_insert(h, &meta);
+        tiers[1].on_insert(h, &meta);
+    }
+    for &h in &below {
+        assert!(tiers[0].victim(&mut |named| named == h) == Some(h));
+        tiers[0].on_remove(h);
+    }
+    // What is used above is not what earns a place below.
+    copies.iter().for_each(|&h| tiers[0].on_hit(h));
+    (copies, below)
+}
+
+#[test]
+fn auto_lets_go_of_copies_before_what_lies_nowhere_else() {
+    let named = |hbm: bool, gone: bool| {
+        let mut tiers = in_chains("auto", &[1000; 2], hbm).unwrap();
+        let (copies, below) = with_copies(&mut tiers);
+        if gone {
+            copies.iter().for_each(|&h| tiers[0].on_remove(h));
+        }
+        let named = victims(&mut *tiers[1], 200);
+        let copies = named.iter().filter(|h| !below.contains(h)).count();
+        (copies, named.len())
+    };
+    assert_eq!(named(false, false), (200, 200));
+    assert_eq!(named(false, true), (0, 200), "they were used last");
+    assert_eq!(named(true, false), (0, 200), "HBM holds nothing else");
 }
 
 #[test]

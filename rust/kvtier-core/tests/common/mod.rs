@@ -34,6 +34,13 @@ pub fn dram(size: u64) -> Store {
     Store::open(Config::new(vec![Memory::dram(size)], None)).unwrap()
 }
 
+/// As [`dram`], where what was used last is what stays.
+pub fn dram_by_age(size: u64) -> Store {
+    let mut config = Config::new(vec![Memory::dram(size)], None);
+    config.policy = "lru-leaf".into();
+    Store::open(config).unwrap()
+}
+
 /// A namespace of `layers` layers, 384 bytes a token and plane.
 pub fn gqa(layers: usize, block_tokens: u32) -> Namespace {
     let layer = Layer {

@@ -58,7 +58,7 @@ fn there(store: &Store, ns: &Namespace, numbers: std::ops::Range<u64>) -> usize 
 
 #[test]
 fn a_scan_takes_no_more_than_what_is_above_a_guarantee() {
-    let store = dram(8 * MIB);
+    let store = dram_by_age(8 * MIB);
     let (tenant, scan) = (opaque(b"tenant"), opaque(b"scan"));
     store.set_quota(&tenant, &quota(&[2 * MIB], &[])).unwrap();
     fill(&store, &tenant, 0..160);
@@ -91,7 +91,7 @@ fn a_namespace_within_its_guarantee_finds_room_in_a_full_tier() {
 
 #[test]
 fn a_cap_is_never_passed_and_makes_its_own_blocks_leave() {
-    let store = dram(8 * MIB);
+    let store = dram_by_age(8 * MIB);
     let (tenant, other) = (opaque(b"tenant"), opaque(b"other"));
     fill(&store, &other, 0..64);
     store.set_quota(&tenant, &quota(&[], &[MIB])).unwrap();

@@ -555,7 +555,9 @@ fn a_copy_that_leaves_a_lower_tier_stays_above() {
         kind: MemoryKind::Cxl,
         ..Memory::dram(1 << 20)
     };
-    let store = Store::open(Config::new(vec![Memory::dram(4 << 20), cxl], None)).unwrap();
+    let mut config = Config::new(vec![Memory::dram(4 << 20), cxl], None);
+    config.policy = "lru-leaf".into();
+    let store = Store::open(config).unwrap();
     let ns = opaque(b"above");
     let blocks = put_blocks(&store, &ns, 110, SIZE, false);
     assert_eq!(store.matching(&ns, &[&key(0)]).unwrap().tiers, ["cxl"]);
