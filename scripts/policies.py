@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""The tables of docs/POLICIES.md: `auto` against the best classic policy, in one tier and in two above one another.
+"""The tables of docs/POLICIES.md: `auto` against the best classic policy, in one tier and in two above one another, and in stores.
 
-    KVTIER_SHARED=DIR scripts/policies.py [--choose] [--tiers 1|2] [--trace NAME]...
+    KVTIER_SHARED=DIR scripts/policies.py [--choose] [--tiers 1|2 | --stores] [--trace NAME]...
 
 Without KVTIER_SHARED only the synthetic traces are replayed. `--choose` replays what settings are chosen on (the first half of each
 trace, seed 1) instead of what is reported (the second half, seed 0).
@@ -11,14 +11,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
+
+from kvtier import Dram, Nvme, Store
+from kvtier.config import Policy
 from kvtier.traces import Trace, agent, chat, docqa, read
 
 CLASSICS = ("fifo", "lru", "lfu", "clock", "sieve", "s3-fifo", "arc", "w-tinylfu", "gdsf")
 SHARES = {1: ("0.01", "0.02", "0.05", "0.1", "0.2", "0.5"), 2: ("0.02", "0.05", "0.1", "0.2", "0.5")}
+# Policies, and shares for DRAM and NVMe, of stores.
+COMPARED: tuple[Policy, ...] = ("lru-leaf", "auto")
+STORES = (("0.02", "0.1"), ("0.05", "0.3"), ("0.05", "0.05"), ("0.1", "0.05"), ("0.1", "0.02"), ("0.2", "0.1"))
+# Bytes of a block there, and more than the index takes for one.
+BLOCK, ENTRY = 16 << 10, 230
 # The upper of two tiers is so much of both.
 UPPER = Decimal("0.2")
 FILES = {
@@ -77,20 +87,58 @@ def rows(trace: Trace, tiers: int) -> Iterator[list[str]]:
     yield ["`min-bypass`", *map(percent, ceiling)]
 
 
+def in_store(trace: Trace, policy: Policy, dram: Decimal, nvme: Decimal) -> tuple[float, int]:
+    """What a store that holds these shares of a trace's blocks serves of its tokens, and the blocks that it writes."""
+    block = np.zeros(BLOCK, np.uint8)
+    outs = np.empty((max(len(blocks) for _, _, blocks in trace.requests()), BLOCK), np.uint8)
+    found = 0
+    with tempfile.TemporaryDirectory() as path:
+        tiers = Dram(trace.capacity(dram) * (BLOCK + ENTRY)), Nvme(path, max(1 << 20, trace.capacity(nvme) * BLOCK))
+        with Store(*tiers, policy=policy) as store:
+            namespace = store.namespace(b"trace")
+            for _, tokens, blocks in trace.requests():
+                keys = [number.to_bytes(16, "little") for number in blocks]
+                hits = namespace.match(keys).blocks
+                namespace.get_into(keys[:hits], outs[:hits])
+                parents = [None, *keys][hits : len(keys)]
+                namespace.put_many(keys[hits:], [block] * (len(keys) - hits), parents=parents)
+                found += min(hits * trace.block_tokens, tokens)
+            return found / sum(trace.tokens), store.stats()["tiers"]["nvme"]["writes"]
+
+
+def stores(choose: bool, only: list[str]) -> None:
+    """Prints what stores serve."""
+    chosen = list(traces(choose, only))
+    print("\n| DRAM, NVMe | |", *(f"{name} |" for name, _ in chosen))
+    print("|---" * (2 + len(chosen)) + "|")
+    for dram, nvme in STORES:
+        label = f"{100 * float(dram):g} %, {100 * float(nvme):g} %"
+        for policy in COMPARED:
+            print(f"| {label} | `{policy}` |", end="")
+            for _, trace in chosen:
+                ratio, writes = in_store(trace, policy, Decimal(dram), Decimal(nvme))
+                print(f" {percent(ratio)}, {writes / 1000:.0f} |", end="", flush=True)
+            label = ""
+            print()
+
+
 def main() -> None:
-    """Prints both tables, or one."""
+    """Prints all tables, or one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--choose", action="store_true", help="what settings are chosen on")
-    parser.add_argument("--tiers", type=int, choices=(1, 2), help="one table alone")
+    parser.add_argument("--tiers", type=int, choices=(1, 2), help="one table of replays alone")
+    parser.add_argument("--stores", action="store_true", help="the table of stores alone")
     parser.add_argument("--trace", action="append", default=[], choices=[*FILES, *SYNTHETIC], help="these alone")
     asked = parser.parse_args()
-    for tiers in (asked.tiers,) if asked.tiers else (1, 2):
+    for tiers in () if asked.stores else (asked.tiers,) if asked.tiers else (1, 2):
         print(f"\n| {'two tiers, the upper a fifth' if tiers == 2 else 'trace'} | | ", end="")
         print(*(f"{float(share) * 100:g} %" for share in SHARES[tiers]), sep=" | ", end=" |\n")
         print("|---" * (2 + len(SHARES[tiers])) + "|")
         for name, trace in traces(asked.choose, asked.trace):
             for label, row in zip([name, *[""] * 9], rows(trace, tiers), strict=False):
                 print(f"| {label} |", *(f"{cell} |" for cell in row), flush=True)
+    if asked.stores or not asked.tiers:
+        stores(asked.choose, asked.trace)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Store(Namespace):
     Args:
         tiers: fastest first, at most one of each kind: :class:`Hbm`, :class:`Dram`, :class:`Cxl`, :class:`Nvme`. None at all is DRAM
             of a quarter of what the process may use (cgroup limits respected), at most 8 GiB.
-        policy: which block leaves first, always in chain order: ``"lru-leaf"`` (default) or another of docs/POLICIES.md.
+        policy: which block leaves first, always in chain order: ``"auto"`` (default), which learns online, or another of docs/POLICIES.md.
         verify: whether reads from memory check the checksums made at put (default). Reads from NVMe always do.
         watermarks: ``(high, low)`` shares of a memory tier: above the first blocks start to move down, until the second.
             Over NVMe, 16 MiB are kept free as well, or a sixteenth of a small tier.

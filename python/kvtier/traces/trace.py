@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from itertools import islice
 
 from kvtier import _kvtier
 from kvtier.errors import ConfigError
@@ -132,12 +133,14 @@ class Trace:
         if not 0 <= begin < end <= 1:
             raise ConfigError(f"a part from {begin} to {end} was given; 0 <= from < to <= 1 is needed")
         first, last = int(begin * len(self)), int(end * len(self))
-        at = sum(self._lengths[:first])
-        requests = []
-        for i in range(first, last):
-            requests.append((self._seconds[i], self._tokens[i], self._blocks[at : at + self._lengths[i]]))
-            at += self._lengths[i]
-        return Trace(self.name, requests, self.block_tokens)
+        return Trace(self.name, islice(self.requests(), first, last), self.block_tokens)
+
+    def requests(self) -> Iterator[tuple[float, int, Sequence[int]]]:
+        """What it was made of, but for the ids: the blocks are numbered in the order in which they first came."""
+        at = 0
+        for seconds, tokens, length in zip(self._seconds, self._tokens, self._lengths, strict=True):
+            yield seconds, tokens, self._blocks[at : at + length]
+            at += length
 
     def capacity(self, share: Decimal) -> int:
         """Blocks of a tier: this share of the different blocks, rounded down; what is more than 1 is a count itself.

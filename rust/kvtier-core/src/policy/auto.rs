@@ -500,11 +500,11 @@ impl Policy for Auto {
         if !tiers[self.tier].is_here(block) {
             return;
         }
-        learned.hit(block);
-        for tier in bits(learned.tiers(block).into()) {
-            tiers[tier].nodes[block as usize].flags &= !PASSED;
+        for tier in bits(learned.hit(block).into()) {
+            let lists = &mut tiers[tier];
+            lists.nodes[block as usize].flags &= !PASSED;
+            lists.place(learned, block);
         }
-        Self::place_from(0, learned, tiers, block);
     }
 
     /// All tiers know it already.

@@ -197,8 +197,8 @@ impl Learned {
         }
     }
 
-    /// A block that a tier holds was used.
-    pub fn hit(&mut self, block: Handle) {
+    /// A block that a tier holds was used. Says which tiers do, a bit each.
+    pub fn hit(&mut self, block: Handle) -> u8 {
         self.touches += 1;
         let now = self.now();
         let block = &mut self.blocks[block as usize];
@@ -207,6 +207,7 @@ impl Learned {
         block.hits = block.hits.saturating_add(1);
         let used = *block;
         self.learn(&used);
+        used.state / FIRST
     }
 
     /// A block left a tier; it is remembered where that was the last to hold it.

@@ -418,36 +418,34 @@ fn what_auto_remembers_of_what_left_is_bounded_by_memory() {
     assert!(taken[0] < 2 << 20, "{taken:?}: of 4 GiB");
 }
 
-/// Two tiers with as many blocks each, the older half of the lower one also in the upper one.
-fn with_copies(tiers: &mut [Box<dyn Policy>]) -> (Vec<Handle>, Vec<Handle>) {
-    let (copies, below): (Vec<Handle>, Vec<Handle>) = ((0..500).collect(), (500..1000).collect());
+/// The lower of two tiers holds 1,000 blocks, the upper one half of them, which it names last. Says which.
+fn with_copies(tiers: &mut [Box<dyn Policy>]) -> Vec<Handle> {
     for h in 0..1000 {
+        let fingerprint = (u64::from(h) + 1) << 40;
         let meta = Meta {
-            fingerprint: (u64::from(h) + 1) << 40,
+            fingerprint,
             ..meta(None)
         };
         tiers[0].on_insert(h, &meta);
         tiers[1].on_insert(h, &meta);
     }
-    for &h in &below {
-        assert!(tiers[0].victim(&mut |named| named == h) == Some(h));
-        tiers[0].on_remove(h);
-    }
-    // What is used above is not what earns a place below.
+    let left = victims(&mut *tiers[0], 500);
+    left.iter().for_each(|&h| tiers[0].on_remove(h));
+    let copies: Vec<_> = (0..1000).filter(|h| !left.contains(h)).collect();
     copies.iter().for_each(|&h| tiers[0].on_hit(h));
-    (copies, below)
+    copies
 }
 
 #[test]
 fn auto_lets_go_of_copies_before_what_lies_nowhere_else() {
     let named = |hbm: bool, gone: bool| {
         let mut tiers = in_chains("auto", &[1000; 2], hbm).unwrap();
-        let (copies, below) = with_copies(&mut tiers);
+        let copies = with_copies(&mut tiers);
         if gone {
             copies.iter().for_each(|&h| tiers[0].on_remove(h));
         }
         let named = victims(&mut *tiers[1], 200);
-        let copies = named.iter().filter(|h| !below.contains(h)).count();
+        let copies = named.iter().filter(|h| copies.contains(h)).count();
         (copies, named.len())
     };
     assert_eq!(named(false, false), (200, 200));
