@@ -18,7 +18,7 @@ fn main() {
     let count: u64 = asked.unwrap_or(10_000_000);
     let index = Index::default();
     let (Ok(shares), Ok(mut policy), Some(shape)) = (
-        Shares::new("fifo", vec![1]),
+        Shares::new("fifo", vec![1], false),
         by_name("lru-leaf", count),
         Shape::new(4000, 1),
     ) else {

@@ -9,9 +9,8 @@ use super::{Handle, Meta};
 const TICK: u64 = 16;
 /// Blocks that left are remembered: two for each that is here, and at least so many.
 const REMEMBERED: u64 = 1 << 14;
-/// Of little memory, so many are remembered, and followed, for a page, which is a thirtieth of it; but at
-/// least so many.
-const A_PAGE: u64 = 4;
+/// Of little memory, one is remembered, and one followed, for a page, which is less than a hundredth of it;
+/// but at least so many.
 const FEWEST: u64 = 1 << 11;
 
 const NIL: u32 = u32::MAX;
@@ -82,7 +81,7 @@ pub struct Learned {
 impl Learned {
     /// Nothing is known yet; there is memory of so many pages, of which this takes a small part.
     pub fn new(memory: u64) -> Self {
-        let many = memory.saturating_mul(A_PAGE).max(FEWEST);
+        let many = memory.max(FEWEST);
         Learned {
             blocks: Paged::new(UNKNOWN),
             held: 0,
