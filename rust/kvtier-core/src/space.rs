@@ -533,11 +533,15 @@ impl Inner {
         const ENTRY: usize = 1536; // more than a new block's entry, links and nodes take
         const RECORDS: usize = 4 << 20; // more than records that wait for NVMe take
         let count = self.uncharged.fetch_add(1, Ordering::Relaxed);
-        if !count.is_multiple_of(STEP) {
+        // The first blocks of a namespace with a quota take more: its policies begin.
+        let order = self.order.lock().memory_bytes();
+        if !count.is_multiple_of(STEP) && order < self.foreseen.load(Ordering::Relaxed) {
             return Charge::Paid;
         }
         let arena = &self.memory[0].arena;
         let bytes = self.metadata_bytes();
+        let order = order + (bytes / 8 + STEP * ENTRY) / 2;
+        self.foreseen.store(order, Ordering::Relaxed);
         let mapped = arena.mapped_pages();
         let records = match self.cold {
             Some(_) => RECORDS.min(mapped as usize * PAGE / 64),
@@ -582,9 +586,14 @@ impl Inner {
     /// Sets memory aside for blocks that are coded or decoded, before the first one is.
     pub(crate) fn begin_coding(&self) {
         if self.codings.begin() {
-            self.uncharged.store(0, Ordering::Relaxed);
-            self.charge_metadata(); // what it lacks now, the next reservation gets
+            self.charge_now();
         }
+    }
+
+    /// Charges for what was just made; what is lacking now, the next reservation gets.
+    pub(crate) fn charge_now(&self) {
+        self.uncharged.store(0, Ordering::Relaxed);
+        self.charge_metadata();
     }
 
     /// Bytes of everything that is kept in memory beside blocks.

@@ -87,6 +87,8 @@ pub(crate) struct Inner {
     pub(crate) low: f64,
     /// Slots reserved since the first tier last ceded memory to the index.
     pub(crate) uncharged: AtomicUsize,
+    /// Bytes of the order up to which metadata is charged for before the next look.
+    pub(crate) foreseen: AtomicUsize,
     /// Parts of the first tier that the NVMe engines know.
     registrations: Mutex<Vec<Registration>>,
     closed: AtomicBool,
@@ -242,6 +244,7 @@ impl Store {
             high: config.high,
             low: config.low,
             uncharged: AtomicUsize::new(0),
+            foreseen: AtomicUsize::new(0),
             registrations: Mutex::default(),
             closed: AtomicBool::new(false),
             fork: fork::Generation::now(),
@@ -430,6 +433,7 @@ impl Store {
         for tag in inner.move_to_share(tag) {
             inner.set_life(tag, quota.ttl);
         }
+        inner.charge_now(); // for policies of its own
         for tier in 0..sizes.len() {
             inner.shrink_to_cap(tier, tag);
         }

@@ -425,6 +425,24 @@ fn audit_accounts(store: &Store) {
     }
 }
 
+/// Each brings policies with it, which grow with its first block by more than a block more of another does.
+#[test]
+fn the_tables_of_many_namespaces_are_charged_for_as_they_come() {
+    for policy in POLICIES {
+        let store = timed_by(policy, &TestClock::new(), &RamDevice::new(16 * MIB));
+        for n in 0..40u64 {
+            let ns = opaque(&n.to_le_bytes());
+            store.set_quota(&ns, &quota(&[], &[MIB])).unwrap();
+            audit_accounts(&store);
+            fill(&store, &ns, 0..2);
+            for _ in 0..3 {
+                assert!(get(&store, &ns, &key(0), SIZE).is_ok());
+            }
+            audit_accounts(&store);
+        }
+    }
+}
+
 #[test]
 fn threads_that_put_at_once_stay_below_their_caps() {
     let store = over(4 * MIB, RamDevice::new(16 * MIB), |_| ());
