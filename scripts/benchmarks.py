@@ -37,6 +37,7 @@ AIMS: dict[str, tuple[str, float]] = {
     "lease_1000": ("<=", 1.0),
     "match_4096": ("<=", 1.0),
     "index_bytes_per_block": ("<=", 1.0),
+    "index_bytes_per_block_nvme": ("<=", 1.0),
     "restart_s_per_million": ("<=", 1.0),
     "victim_share": (">=", 0.97),
     "nvme_read_1m_beside_writes": (">=", 0.8),

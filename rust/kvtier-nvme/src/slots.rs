@@ -107,15 +107,16 @@ impl Slots {
         fits
     }
 
-    /// Gives a run back. `start` must be the first page of an owned run.
+    /// Gives a run back, and says how long it was. `start` must be the first page of an owned run.
     ///
     /// # Panics
     /// If no owned run starts there: freeing twice must not pass unseen.
-    pub fn free(&mut self, start: u32) {
-        let (mut at, mut pages) = match self.runs.remove(start) {
+    pub fn free(&mut self, start: u32) -> u32 {
+        let (mut at, given) = match self.runs.remove(start) {
             Some((pages, owner)) if owner != FREE => (start, pages),
             other => panic!("page {start} is not the start of an owned run: {other:?}"),
         };
+        let mut pages = given;
         self.free += pages;
         let before = self.runs.down(start).next();
         let after = self.runs.up(start).next();
@@ -130,6 +131,7 @@ impl Slots {
         }
         self.runs.insert(at, pages, FREE);
         self.holes.insert((pages, at));
+        given
     }
 
     /// Changes who owns the run that starts at `start`.
@@ -137,8 +139,8 @@ impl Slots {
     /// # Panics
     /// If no owned run starts there.
     pub fn set_owner(&mut self, start: u32, owner: Owner) {
-        match self.runs.owner_mut(start) {
-            Some(current) if *current != FREE => *current = owner,
+        match self.runs.owner(start) {
+            Some(current) if current != FREE => self.runs.set_owner(start, owner),
             other => panic!("page {start} is not the start of an owned run: {other:?}"),
         }
     }
@@ -313,7 +315,7 @@ mod tests {
                     0 => owned.extend(slots.alloc(pages, 1)),
                     1 if slots.alloc_at(at, pages, 2) => owned.push(at),
                     2 => owned.extend(slots.alloc_outside(pages, 3, at, at + 8)),
-                    _ if !owned.is_empty() => slots.free(owned.swap_remove(at as usize % owned.len())),
+                    _ if !owned.is_empty() => _ = slots.free(owned.swap_remove(at as usize % owned.len())),
                     _ => {}
                 }
                 check(&slots);

@@ -1,19 +1,19 @@
 //! The life of the slots on one path, from reservation to reuse. Pure bookkeeping: no I/O, no lock.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 
 use crate::record::{Change, Record};
 use crate::recover::Found;
+use crate::runs::Pages;
 use crate::slots::{BUSY, LOST, Slots};
 use crate::tier::Slot;
 
 /// What is known of a slot that is not free.
 #[derive(Clone, Copy, Debug)]
+#[repr(C, packed)] // there are as many as blocks
 pub struct Use {
     /// Distinguishes it from other uses of the same pages.
     pub generation: u64,
-    /// Pages from its first one on.
-    pub pages: u32,
     /// How far it is.
     pub phase: Phase,
 }
@@ -44,7 +44,7 @@ pub struct State {
     /// Which pages are free.
     pub slots: Slots,
     /// All slots that are not free, by first page.
-    pub uses: BTreeMap<u32, Use>,
+    pub uses: Pages<Use>,
     /// How many holds a slot has.
     pub holds: HashMap<u32, u32>,
     /// Records that wait for the committer. The first has number `committed`.
@@ -76,19 +76,15 @@ pub struct State {
 impl State {
     /// The state over what recovery found.
     pub fn new(found: &mut Found) -> Self {
-        let entry = |phase| {
-            move |r: &Record| {
-                let (generation, pages) = (r.generation, r.pages);
-                let entry = Use {
-                    generation,
-                    pages,
-                    phase,
-                };
-                (r.start, entry)
+        let mut uses = Pages::new(found.slots.total());
+        for (records, phase) in [(&found.blocks, Phase::Live), (&found.lost, Phase::Lost)] {
+            for &Record {
+                start, generation, ..
+            } in records
+            {
+                uses.insert(start, Use { generation, phase });
             }
-        };
-        let live = found.blocks.iter().map(entry(Phase::Live));
-        let lost = found.lost.iter().map(entry(Phase::Lost));
+        }
         // What lost its slot to a newer record must not come back when that one goes.
         let forget = |r: &Record| Record {
             change: Change::Remove,
@@ -96,7 +92,7 @@ impl State {
         };
         State {
             slots: std::mem::replace(&mut found.slots, Slots::new(0)),
-            uses: live.chain(lost).collect(),
+            uses,
             holds: HashMap::new(),
             queue: found.overlapped.iter().map(forget).collect(),
             committed: 0,
@@ -120,7 +116,7 @@ impl State {
 
     /// Does `record` describe its slot's present use?
     pub fn is_current(&self, record: &Record) -> bool {
-        let Some(current) = self.uses.get(&record.start) else {
+        let Some(current) = self.uses.get(record.start) else {
             return false;
         };
         let lost = current.phase == Phase::Lost;
@@ -134,7 +130,7 @@ impl State {
 
     /// Carries out a record that has become durable.
     pub fn apply(&mut self, record: &Record) {
-        let Some(current) = self.uses.get_mut(&record.start) else {
+        let Some(current) = self.uses.get_mut(record.start) else {
             return;
         };
         if current.generation != record.generation {
@@ -156,19 +152,17 @@ impl State {
 
     /// Gives the pages of a slot to others.
     pub fn free(&mut self, start: u32) {
-        self.slots.free(start);
-        let gone = self.uses.remove(&start);
-        if let Some(gone) = gone
-            && matches!(gone.phase, Phase::Unwanted | Phase::Leaving | Phase::Held)
-        {
-            self.free_soon -= u64::from(gone.pages);
+        let pages = self.slots.free(start);
+        let gone = self.uses.remove(start).map(|gone| gone.phase);
+        if let Some(Phase::Unwanted | Phase::Leaving | Phase::Held) = gone {
+            self.free_soon -= u64::from(pages);
         }
     }
 
     /// The slot's use, if it is still this one.
     pub fn current(&mut self, slot: Slot) -> Option<&mut Use> {
         self.uses
-            .get_mut(&slot.start)
+            .get_mut(slot.start)
             .filter(|u| u.generation == slot.generation)
     }
 

@@ -121,14 +121,7 @@ impl Volume {
         }
         let start = state.slots.alloc(pages, BUSY)?;
         let phase = Phase::Reserved;
-        state.uses.insert(
-            start,
-            Use {
-                generation,
-                pages,
-                phase,
-            },
-        );
+        state.uses.insert(start, Use { generation, phase });
         Some(Slot {
             path: self.index,
             start,
@@ -265,10 +258,10 @@ impl Volume {
             count(&self.counters.write_errors, 1);
             self.health.failed();
         }
-        let phase = state.uses.get(&record.start).map(|u| u.phase);
+        let phase = state.uses.get(record.start).map(|u| u.phase);
         let result = match (result, phase) {
             (Ok(()), Some(Phase::Writing)) => {
-                if let Some(current) = state.uses.get_mut(&record.start) {
+                if let Some(current) = state.uses.get_mut(record.start) {
                     current.phase = Phase::Written;
                 }
                 self.record(&mut state, record);
@@ -339,7 +332,7 @@ impl Volume {
         state.holds.remove(&slot.start);
         if state
             .uses
-            .get(&slot.start)
+            .get(slot.start)
             .is_some_and(|u| u.phase == Phase::Held)
         {
             state.free(slot.start);
@@ -557,7 +550,7 @@ impl Volume {
             lost: state.lost,
             bypassed: self.is_bypassed(&state),
             memory: (state.slots.memory_bytes()
-                + state.uses.len() * 30
+                + state.uses.memory_bytes()
                 + state.queue.capacity() * size_of::<Record>()) as u64,
         }
     }

@@ -242,10 +242,12 @@ impl Life {
         assert!(
             state
                 .uses
-                .values()
-                .all(|u| matches!(u.phase, Phase::Live | Phase::Lost))
+                .up(0)
+                .all(|(_, u)| matches!(u.phase, Phase::Live | Phase::Lost))
         );
-        let owned: u32 = state.uses.values().map(|u| u.pages).sum();
+        let owned = state.slots.iter(0, u32::MAX);
+        let owned = owned.filter(|run| state.uses.get(run.start).is_some());
+        let owned: u32 = owned.map(|run| run.pages).sum();
         assert_eq!(owned + state.slots.free_pages(), self.volume.geometry.data);
         assert!(
             !state
