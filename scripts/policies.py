@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """The tables of docs/POLICIES.md: `auto` against the best classic policy, in one tier and in two above one another, and in stores.
 
-    KVTIER_SHARED=DIR scripts/policies.py [--choose] [--tiers 1|2 | --stores] [--trace NAME]...
+    KVTIER_SHARED=DIR scripts/policies.py [--choose] [--tiers 1|2 | --stores | --plot FILE] [--trace NAME]...
 
 Without KVTIER_SHARED only the synthetic traces are replayed. `--choose` replays what settings are chosen on (the first half of each
 trace, seed 1) instead of what is reported (the second half, seed 0).
@@ -21,6 +21,7 @@ import numpy as np
 from kvtier import Dram, Nvme, Store
 from kvtier.config import Policy
 from kvtier.traces import Trace, agent, chat, docqa, read
+from kvtier.traces.plot import Point, draw
 
 CLASSICS = ("fifo", "lru", "lfu", "clock", "sieve", "s3-fifo", "arc", "w-tinylfu", "gdsf")
 SHARES = {1: ("0.01", "0.02", "0.05", "0.1", "0.2", "0.5"), 2: ("0.02", "0.05", "0.1", "0.2", "0.5")}
@@ -87,6 +88,17 @@ def rows(trace: Trace, tiers: int) -> Iterator[list[str]]:
     yield ["`min-bypass`", *map(percent, ceiling)]
 
 
+def plot(path: Path, choose: bool, only: list[str]) -> None:
+    """Draws policies in chain order, and the ceiling, on the traces of real traffic."""
+    points = [
+        Point(name, policy, blocks, trace.replay(policy, blocks).token_hit)
+        for name, trace in traces(choose, only or list(FILES))
+        for policy in ("min-bypass", "auto", "lru-leaf", *(f"{base}-leaf" for base in CLASSICS if base != "lru"))
+        for blocks in (trace.capacity(Decimal(share)) for share in SHARES[1])
+    ]
+    path.write_text(draw(points))
+
+
 def in_store(trace: Trace, policy: Policy, dram: Decimal, nvme: Decimal) -> tuple[float, int]:
     """What a store that holds these shares of a trace's blocks serves of its tokens, and the blocks that it writes."""
     block = np.zeros(BLOCK, np.uint8)
@@ -128,8 +140,12 @@ def main() -> None:
     parser.add_argument("--choose", action="store_true", help="what settings are chosen on")
     parser.add_argument("--tiers", type=int, choices=(1, 2), help="one table of replays alone")
     parser.add_argument("--stores", action="store_true", help="the table of stores alone")
+    parser.add_argument("--plot", type=Path, help="instead, draw the first table's replays into this SVG")
     parser.add_argument("--trace", action="append", default=[], choices=[*FILES, *SYNTHETIC], help="these alone")
     asked = parser.parse_args()
+    if asked.plot:
+        plot(asked.plot, asked.choose, asked.trace)
+        return
     for tiers in () if asked.stores else (asked.tiers,) if asked.tiers else (1, 2):
         print(f"\n| {'two tiers, the upper a fifth' if tiers == 2 else 'trace'} | | ", end="")
         print(*(f"{float(share) * 100:g} %" for share in SHARES[tiers]), sep=" | ", end=" |\n")
