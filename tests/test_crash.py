@@ -24,6 +24,7 @@ from kvtier import Dram, FullError, Nvme, Store
 from kvtier._kvtier import check_dirs
 
 ROUNDS = int(os.environ.get("KVTIER_CRASH_ROUNDS", "200"))
+pytestmark = pytest.mark.timeout(max(300, 2 * ROUNDS))
 # Children are forks of one process that has imported all and opened nothing.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pytest", "kvtier"])
