@@ -313,13 +313,6 @@ impl Shard {
         });
     }
 
-    /// Has the processor fetch the room of the next block that is going to be inserted.
-    pub(crate) fn prefetch_vacant(&self) {
-        if let Some(cell) = self.cells.get(self.vacant as usize) {
-            prefetch(cell);
-        }
-    }
-
     /// The entry of a handle.
     pub fn get(&self, h: Handle) -> Option<&Entry> {
         self.cells.get(self.local(h))?.entry()

@@ -66,12 +66,10 @@ impl Store {
             .collect::<Result<Vec<_>>>()?;
         blocks
             .iter()
-            .zip(&checked)
-            .enumerate()
-            .map(|(i, (block, put))| {
-                self.inner.foresee_puts(&checked[i + 1..]);
+            .zip(checked)
+            .map(|(block, checked)| {
                 self.inner
-                    .put(ns, block, put, deadline)
+                    .put(ns, block, &checked, deadline)
                     .or_else(|error| match error.kind() {
                         Kind::Full => Ok(Put::Full),
                         Kind::Deadline => Ok(Put::Deadline),
@@ -128,16 +126,6 @@ impl Drop for Expected<'_> {
 }
 
 impl Inner {
-    /// Has the processor fetch what the next puts of a call need of the index, beside the copy before them.
-    fn foresee_puts(&self, next: &[Checked]) {
-        if let Some(Checked { id, .. }) = next.get(1) {
-            self.index.prefetch(id);
-        }
-        if let Some(Checked { id, .. }) = next.first() {
-            self.index.of(id).prefetch_vacant();
-        }
-    }
-
     fn put(
         &self,
         ns: &Namespace,

@@ -183,7 +183,7 @@ impl Store {
         let mut started = begun;
         let mut bytes = vec![0; inner.memory.len()];
         for (i, request) in requests.iter().enumerate() {
-            inner.foresee_reads(&requests[i + 1..]);
+            inner.foresee(&requests[i + 1..]);
             let first = ahead.take(i, |next| {
                 Ok(match inner.begin(&requests[next], None)? {
                     Begun::Pending(p) => (Some((p, requests[next].out.len)), true),
@@ -249,7 +249,7 @@ impl Store {
 impl Inner {
     /// Has the processor fetch what the next reads of a call need, beside the copy before them: the entry of
     /// the second, and then what that names.
-    fn foresee_reads(&self, next: &[Request<'_>]) {
+    fn foresee(&self, next: &[Request<'_>]) {
         if let Some(Request { id, .. }) = next.get(2) {
             self.index.prefetch(id);
         }
