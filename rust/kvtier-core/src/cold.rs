@@ -256,6 +256,9 @@ impl Inner {
                 Sent::Refused => {
                     stuck.insert(known.0);
                 }
+                Sent::Late if self.mover.is_stalled() => {
+                    return self.say_what_stayed(&dirty, true);
+                }
                 Sent::Late => return Err(late()),
             }
         }

@@ -56,6 +56,8 @@ pub(crate) struct Mover {
     work: Condvar,
     /// A write ended.
     progress: Condvar,
+    /// Writes that went to the device so far.
+    sent: AtomicUsize,
     /// The oldest write under way does not come back.
     stalled: AtomicBool,
     /// Bytes of `in_flight` that leave memory once they are written. Changed with the state.
@@ -100,6 +102,7 @@ impl Mover {
             }),
             work: Condvar::new(),
             progress: Condvar::new(),
+            sent: AtomicUsize::new(0),
             stalled: AtomicBool::new(false),
             going: AtomicUsize::new(0),
         }
@@ -192,10 +195,16 @@ impl Mover {
         !self.is_leaving() && state.requests.is_empty()
     }
 
-    /// How many writes have begun, if none is under way.
-    fn quiet(&self) -> Option<u64> {
+    /// How many writes were sent to the device, if none is under way.
+    fn quiet(&self) -> Option<usize> {
         let state = self.state.lock();
-        state.writing.is_empty().then_some(state.begun)
+        let sent = self.sent.load(Ordering::Relaxed);
+        state.writing.is_empty().then_some(sent)
+    }
+
+    /// Notes that a write that has begun is not refused, but goes to the device.
+    pub(crate) fn note_sent(&self) {
+        self.sent.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Blocks on their way to NVMe.

@@ -194,6 +194,7 @@ impl Inner {
         let buf = unsafe { IoBuf::new(ptr, written, Arc::new(leaving)) };
         let inner = self.clone();
         let id = entry.id;
+        self.mover.note_sent();
         cold.tier.write(Write {
             slot,
             id,

@@ -1,4 +1,4 @@
-//! Whole stores against a dict: up to four tiers, tenants with shares, caps, priorities and times to live, a
+//! Whole stores against a dict: up to three tiers and HBM, tenants with shares, caps, priorities and times to live, a
 //! clock that jumps, a device that fails and heals, and copies to HBM, by either policy.
 #![allow(clippy::unwrap_used, reason = "tests may panic")]
 
@@ -42,11 +42,14 @@ struct Shape {
     largest: u64,
 }
 
-const SHAPES: [Shape; 4] = [
+const SHAPES: [Shape; 6] = [
     shape(0, 2, 0, 0, 16),
     shape(0, 2, 0, 6, 16),
     shape(0, 2, 2, 6, 16),
     shape(1, 2, 0, 6, 16),
+    // Tiers of few blocks, and the last one smaller than the first.
+    shape(1, 3, 1, 2, 24),
+    shape(1, 1, 1, 4, 30),
 ];
 
 const fn shape(hbm: u64, dram: u64, cxl: u64, nvme: u64, largest: u64) -> Shape {
@@ -297,6 +300,14 @@ impl Run {
         self.device.is_some() && s == 1 && self.now - known.born > LIFE + 1
     }
 
+    /// What is held, and what precedes it, may stand in the way of a large block, or leave too little of a cap.
+    fn patience(&self) -> Duration {
+        match self.holds.is_empty() {
+            true => Duration::from_secs(30),
+            false => Duration::from_millis(20),
+        }
+    }
+
     fn put(&mut self, s: usize, n: u64, parent: Option<u64>) -> bool {
         self.version += 1;
         let (before, parent_there) = (
@@ -305,18 +316,13 @@ impl Run {
         );
         let data = self.data(s, n, self.version);
         let parent_key = parent.map(key);
-        // What is held may stand in the way of a large one, or leave too little of a cap.
-        let patience = match self.holds.is_empty() {
-            true => Duration::from_secs(30),
-            false => Duration::from_millis(2),
-        };
         let put = try_put_by(
             self.store(),
             &self.spaces[s],
             &key(n),
             &data,
             parent_key.as_ref().map(|k| &k[..]),
-            Instant::now() + patience,
+            Instant::now() + self.patience(),
         );
         match put {
             Ok(Put::Stored(_)) => {
@@ -364,12 +370,13 @@ impl Run {
             .iter()
             .map(|&n| (key(n), self.data(s, n, self.map[&(s, n)].version)))
             .collect();
-        let gots = get_all(self.store(), &self.spaces[s], &blocks);
+        let deadline = Instant::now() + self.patience();
+        let gots = get_all_by(self.store(), &self.spaces[s], &blocks, deadline);
         for (&n, got) in wanted.iter().zip(gots) {
             match got {
                 Ok(_) => assert!(!self.is_old(s, &self.map[&(s, n)]), "{n} is too old"),
                 Err(Miss::Absent) => {}
-                Err(Miss::Full) => assert!(!self.holds.is_empty()),
+                Err(Miss::Full | Miss::Deadline) => assert!(!self.holds.is_empty()),
                 Err(miss) => assert!(self.failed && miss == Miss::Device, "{miss:?}"),
             }
         }
@@ -459,6 +466,10 @@ impl Run {
                 self.restart();
             }
             Op::Jump(seconds) => {
+                // Else a write under way would count as one that hangs.
+                while total(self.store(), "writing") > 0 {
+                    std::thread::yield_now();
+                }
                 self.clock.advance(seconds);
                 self.now += seconds;
             }

@@ -291,6 +291,16 @@ pub fn total(store: &Store, counter: &str) -> u64 {
 
 /// Where each of these blocks is found, or why it is not; hits are compared with `want`.
 pub fn get_all(store: &Store, ns: &Namespace, blocks: &[([u8; 32], Vec<u8>)]) -> Vec<Got> {
+    get_all_by(store, ns, blocks, soon())
+}
+
+/// As [`get_all`], until a deadline.
+pub fn get_all_by(
+    store: &Store,
+    ns: &Namespace,
+    blocks: &[([u8; 32], Vec<u8>)],
+    deadline: Instant,
+) -> Vec<Got> {
     let mut outs: Vec<Vec<u8>> = blocks.iter().map(|(_, data)| vec![0; data.len()]).collect();
     let targets: Vec<Out> = outs
         .iter_mut()
@@ -302,7 +312,7 @@ pub fn get_all(store: &Store, ns: &Namespace, blocks: &[([u8; 32], Vec<u8>)]) ->
     let keys: Vec<&[u8]> = blocks.iter().map(|(key, _)| &key[..]).collect();
     let all = Selection::default();
     // SAFETY: each target is a vector of its own that lives through the call.
-    let gots = unsafe { store.get_into(ns, &keys, &targets, &all, soon()) }.unwrap();
+    let gots = unsafe { store.get_into(ns, &keys, &targets, &all, deadline) }.unwrap();
     for ((got, out), (key, want)) in gots.iter().zip(&outs).zip(blocks) {
         assert!(got.is_err() || out == want, "wrong bytes of {key:?}");
     }
