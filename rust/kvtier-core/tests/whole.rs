@@ -310,10 +310,7 @@ impl Run {
 
     fn put(&mut self, s: usize, n: u64, parent: Option<u64>) -> bool {
         self.version += 1;
-        let (before, parent_there) = (
-            self.is_there(s, n),
-            parent.is_none_or(|p| self.is_there(s, p)),
-        );
+        let parent_there = parent.is_none_or(|p| self.is_there(s, p));
         let data = self.data(s, n, self.version);
         let parent_key = parent.map(key);
         let put = try_put_by(
@@ -326,7 +323,7 @@ impl Run {
         );
         match put {
             Ok(Put::Stored(_)) => {
-                assert!(!before && parent_there);
+                assert!(parent_there, "{s} {n} follows nothing");
                 self.forget(s, n);
                 let (version, born) = (self.version, self.now);
                 let known = Known {
