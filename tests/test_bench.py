@@ -159,7 +159,13 @@ def test_a_tiny_run_gives_every_row_and_leaves_nothing_behind(tmp_path: Path) ->
     wanted |= {f"nvme_{verb}_{size}" for verb in ("read", "write") for size in ("64k", "256k", "1m")}
     wanted |= {"nvme_read_64k_single", "nvme_read_1m_cpu_s_per_gib", "lease_1000", "match_4096", "victim_share"}
     wanted |= {"nvme_read_1m_beside_writes", "nvme_read_1m_behind_writes", "asyncio_tick"}
-    wanted |= {"index_bytes_per_block", "index_bytes_per_block_126", "restart_s_per_million", "idle_cpu_share"}
+    wanted |= {
+        "index_bytes_per_block",
+        "index_bytes_per_block_default",
+        "index_bytes_per_block_126",
+        "restart_s_per_million",
+        "idle_cpu_share",
+    }
     assert wanted <= rows.keys()
     assert all(row.value is not None and math.isfinite(row.value) and row.value >= 0 for row in rows.values())
     assert "extrapolated" in rows["restart_s_per_million"].note

@@ -209,11 +209,15 @@ impl Lists {
         }
     }
 
-    /// The list where a block belongs.
+    /// The list where a block belongs. Young ones are not told apart by age: they are in order of use.
     fn cell(&self, learned: &Learned, block: Handle) -> usize {
-        match learned.tiers(block) & self.above {
-            0 => learned.cell(block),
-            _ => COPIES,
+        if learned.tiers(block) & self.above != 0 {
+            return COPIES;
+        }
+        let cell = learned.cell(block);
+        match cell % AGES < self.young {
+            true => cell - cell % AGES,
+            false => cell,
         }
     }
 
@@ -349,19 +353,15 @@ impl Lists {
         }
     }
 
-    /// Moves the oldest block of each list of young ones that is not where it belongs. False: all are.
+    /// Moves the oldest young block of each class that is no longer young. False: all are.
     fn grow_up(&mut self, learned: &Learned) -> bool {
         let mut moved = false;
         for class in bits(self.filled) {
-            let mut ages = self.classes[class].filled & ((1 << self.young) - 1);
-            while ages != 0 {
-                let cell = class * AGES + ages.trailing_zeros() as usize;
-                ages &= ages - 1;
-                let oldest = self.oldest(cell);
-                if self.cell(learned, oldest) != cell {
-                    self.place(learned, oldest);
-                    moved = true;
-                }
+            let cell = class * AGES;
+            let oldest = self.oldest(cell);
+            if self.young > 0 && oldest != NIL && self.cell(learned, oldest) != cell {
+                self.place(learned, oldest);
+                moved = true;
             }
         }
         moved
