@@ -443,6 +443,7 @@ fn a_put_that_waits_for_a_device_that_hangs_takes_what_is_removed() {
         let store = over(MEMORY, device.clone(), |config| {
             (config.low, config.high) = (0.05, 0.1); // a handful is more than a block
             config.memory = vec![memory()];
+            config.policy = "lru-leaf".into(); // the oldest are written first
         });
         let (store, ns) = (Arc::new(store), opaque(b"races"));
         device.shut(true);
@@ -452,7 +453,7 @@ fn a_put_that_waits_for_a_device_that_hangs_takes_what_is_removed() {
             while try_put_by(&store, &ns, &key(n), &block, None, Instant::now()).is_ok() {
                 n += 1;
             }
-            last = last.or(Some(n - 1)); // the oldest are written first
+            last = last.or(Some(n - 1));
         }
         let waiting = {
             let (store, ns) = (store.clone(), ns.clone());
