@@ -515,7 +515,9 @@ impl Inner {
     ) -> bool {
         let below = tier + 1;
         // Nobody else makes room there: this is the mover's own thread, and with nothing on its way
-        // to NVMe a wait would be for ever.
+        // to NVMe a wait would be for ever. A few changes may have been somebody's who let go of a block;
+        // more are its own attempts'.
+        let mut vain = 0;
         let reserved = self.reserve_pressing(
             below,
             entry.shape.pages(),
@@ -528,9 +530,13 @@ impl Inner {
                 if self.is_short(below) {
                     self.demote_to_low(below, 0, Need::Tier);
                 }
-                match self.mover.writing() {
-                    0 => Made::Nothing,
-                    _ => Made::UnderWay,
+                if self.mover.writing() > 0 {
+                    return Made::UnderWay;
+                }
+                vain += 1;
+                match vain {
+                    ..4 => Made::Nothing,
+                    _ => Made::Never,
                 }
             },
         );

@@ -54,6 +54,8 @@ pub(crate) enum Made {
     UnderWay,
     /// Nothing.
     Nothing,
+    /// Nothing, and nobody else will make any.
+    Never,
 }
 
 /// Whether the first memory tier has given up what metadata takes.
@@ -187,7 +189,11 @@ impl Inner {
                 if made == Made::Room {
                     continue;
                 }
-                hope = made != Made::Nothing || waiter.seen() != seen;
+                hope = match made {
+                    Made::Never => false,
+                    Made::Nothing => waiter.seen() != seen,
+                    _ => true,
+                };
             }
             let now = Instant::now();
             if hope && patient && now < deadline {
