@@ -43,6 +43,8 @@ class MemoryBench:
 
     def _size(self, size: int) -> Iterator[Row]:
         name, batch = label(size), max(1, self.plan.batch // size)
+        pairs = alternate(self.plan.pairs, lambda: self._bound(size), lambda: self._bound(size, streaming=True))
+        yield self._row(f"dram_streaming_copy_{name}", pairs, "the best copy past the cache, alone and without a check")
         sources, targets = split(self.source, size), split(self.target, size)
         self.store.clear()
         keys = self.keys.take(len(sources))
@@ -65,8 +67,8 @@ class MemoryBench:
     def _row(self, name: str, pairs: Sequence[tuple[float, float]], note: str) -> Row:
         return compared(name, "GB/s", pairs, _BOUND, note)
 
-    def _bound(self, size: int) -> float:
-        return self.plan.region / _kvtier.bound_memcpy(self.target, self.source, size) / 1e9
+    def _bound(self, size: int, *, streaming: bool = False) -> float:
+        return self.plan.region / _kvtier.bound_memcpy(self.target, self.source, size, streaming) / 1e9
 
     def _get_rates(self, keys: Sequence[bytes], targets: Sequence[Bytes], batch: int) -> list[tuple[float, float]]:
         size = targets[0].size
