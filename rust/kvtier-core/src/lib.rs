@@ -26,6 +26,7 @@ pub mod key;
 pub mod layout;
 pub mod lease;
 pub mod load;
+mod metadata;
 mod mover;
 pub mod order;
 mod pacer;
