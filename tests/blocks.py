@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier import Dram, Namespace, Nvme, Store
 
@@ -74,3 +75,8 @@ def verbs_of(store: Store) -> list[Callable[[], Any]]:
         lambda: asyncio.run(store.alease([name])),
         lambda: asyncio.run(store.aflush()),
     ]
+
+
+def host(array: Any) -> NDArray[Any]:
+    """A device's array as the host has it."""
+    return np.asarray(array.get() if hasattr(array, "get") else array)

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from blocks import MIB, fill, key, keys, payload
+from blocks import MIB, fill, host, key, keys, payload
 from kvtier import (
     ClosedError,
     ConfigError,
@@ -33,7 +32,7 @@ from kvtier import (
     StoreConfig,
     UnsupportedError,
 )
-from kvtier.tiers import Copy, Copying, DeviceBackend, HostBackend, hbm, open_backend
+from kvtier.tiers import Copying, DeviceBackend, HostBackend, hbm
 from kvtier.tiers.cuda import missing
 
 WITHOUT = missing()
@@ -55,10 +54,6 @@ def empty(store: Store, size: int) -> Any:
     import cupy
 
     return cupy.empty(size, np.uint8)
-
-
-def host(array: Any) -> NDArray[np.uint8]:
-    return np.asarray(array.get() if hasattr(array, "get") else array)
 
 
 def used(store: Store) -> int:
@@ -596,121 +591,3 @@ def test_the_settings_of_the_tier(tmp_path: Path) -> None:
             Hbm("1MiB", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="in the order Hbm, Dram"):
         StoreConfig((Dram("8MiB"), Hbm("2MiB")))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mla", [False, True])
-def test_blocks_and_paged_kv(kind: str, mla: bool) -> None:
-    """A contract of its own: layouts, page orders and slots as engines have them, against plain indexing."""
-    rng = np.random.default_rng(int(mla))
-    pages, page_tokens, layers, heads, dim = 7, 4, 3, 2, 8
-    backend = open_backend(MIB, kind)
-    lib: Any = np
-    if kind == "cuda":
-        import cupy
-
-        lib = cupy
-    layout = (
-        KVLayout(layers, "mla", rank=5, rope_dim=2, dtype="fp16", block_tokens=6)  # rows that no wide word divides
-        if mla
-        else KVLayout(layers, "gqa", kv_heads=heads, head_dim=dim, dtype="fp16", block_tokens=6)
-    )
-
-    def paged() -> tuple[list[Any], list[Any]]:
-        """Planes as the engine holds them, and as a reader of this test sees them."""
-        if mla:
-            whole = [lib.asarray(noise((pages, page_tokens, 7))) for _ in range(layers)]
-            return whole, whole
-        planes = []
-        for layer in range(layers):
-            # keys and values first; behind the pages; and with the heads before the tokens of a page.
-            match layer:
-                case 0:
-                    kv = lib.asarray(noise((2, pages, page_tokens, heads, dim)))
-                    planes += [kv[0], kv[1]]
-                case 1:
-                    kv = lib.asarray(noise((pages, 2, page_tokens, heads, dim)))
-                    planes += [kv[:, 0], kv[:, 1]]
-                case _:
-                    kv = lib.asarray(noise((2, pages, heads, page_tokens, dim)))
-                    planes += [kv[0].transpose(0, 2, 1, 3), kv[1].transpose(0, 2, 1, 3)]
-        return planes, planes
-
-    def noise(shape: tuple[int, ...]) -> NDArray[np.float16]:
-        return rng.integers(0, 2**16, shape).astype(np.uint16).view(np.float16)
-
-    counts = [6, 6, 4]  # the last block is a partial one
-    order = rng.permutation(pages * page_tokens)
-    slots = [order[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(3)]
-    blocks = [rng.integers(0, 256, count * layout.bytes_per_token, np.uint8) for count in counts]
-
-    def expected(planes: list[NDArray[Any]], count: int, where: NDArray[Any]) -> bytes:
-        return b"".join(plane[slot // page_tokens, slot % page_tokens].tobytes() for plane in planes for slot in where)
-
-    planes, seen = paged()
-    before = [host(plane).copy() for plane in seen]
-    device_blocks = [lib.asarray(block) for block in blocks]
-    assert backend.scatter(device_blocks, planes, slots).wait()
-    after = [host(plane) for plane in seen]
-    for block, count, where in zip(blocks, counts, slots, strict=True):
-        assert expected(after, count, where) == block.tobytes()
-    left = np.setdiff1d(order, np.concatenate(slots))
-    for old, new in zip(before, after, strict=True):  # no other token was touched
-        assert (
-            old[left // page_tokens, left % page_tokens].tobytes()
-            == new[left // page_tokens, left % page_tokens].tobytes()
-        )
-    gathered = [lib.zeros(block.nbytes, np.uint8) for block in blocks]
-    assert backend.gather(gathered, planes, slots).wait()
-    assert [host(array).tobytes() for array in gathered] == [block.tobytes() for block in blocks]
-    # The same planes as torch has them, in a dtype that neither NumPy nor CuPy knows.
-    tensors = [torch.from_dlpack(plane).view(torch.bfloat16) for plane in planes]
-    again = [lib.zeros(block.nbytes, np.uint8) for block in blocks]
-    assert backend.gather(again, tensors, slots).wait()
-    assert [host(array).tobytes() for array in again] == [block.tobytes() for block in blocks]
-    assert backend.scatter([], planes, []).wait()
-    for wrong, message in (
-        ((device_blocks[:1], planes, [slots[0][:-1]]), "one slot a token"),
-        ((device_blocks[:1], planes[:-1], slots[:1]), "one slot a token"),
-        ((device_blocks[:1], planes, slots), "one a block"),
-        ((device_blocks[:1], planes, [slots[0] + 1000]), "allowed are 0 to 27"),
-        ((device_blocks[:1], planes, [slots[0].astype(float)]), "one number a token"),
-        ((device_blocks[:1], [plane[..., ::2] for plane in planes], slots[:1]), "last axis contiguous"),
-    ):
-        with pytest.raises(InvalidBlockError, match=message):
-            backend.scatter(*wrong)
-    backend.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_delivery_and_views_that_keep(kind: str) -> None:
-    """The rest of the contract that the tier is built on."""
-    backend = open_backend(MIB, kind)
-    data = np.random.default_rng(1).integers(0, 256, 4096, np.uint8)
-    assert backend.copy_in([Copy(8192, data)]).wait()
-
-    class Kept:
-        gone = False
-
-        def __del__(self) -> None:
-            Kept.gone = True
-
-    view = backend.view(8192, 4096, Kept())
-    part = view[100:200]
-    del view
-    gc.collect()
-    assert not Kept.gone
-    assert np.array_equal(host(part), data[100:200])
-    del part
-    gc.collect()
-    assert Kept.gone
-    assert backend.array(np.zeros(4, np.uint8)) is None
-    assert backend.array(torch.zeros(4)) is None
-    assert backend.array(b"1234") is None
-    last = backend.view(8192, 4096)
-    backend.close()
-    assert np.array_equal(host(last), data)  # the pool lives as long as a view of it
-    with pytest.raises(ClosedError):
-        backend.deliver([])
-    with pytest.raises(ClosedError):
-        backend.scatter([], [], [])
