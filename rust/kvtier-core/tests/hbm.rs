@@ -315,11 +315,7 @@ fn what_is_removed_while_it_is_copied_never_appears() {
 fn a_source_that_was_scribbled_on_is_a_miss_and_not_a_copy() {
     let (store, feed, pool, ns) = open(8 << 20);
     let names = fill(&store, &ns, 1);
-    let lease = store
-        .lease(&ns, &[&names[0]], false, soon())
-        .unwrap()
-        .remove(0)
-        .unwrap();
+    let lease = leased(&store, &ns, &names[0]);
     // SAFETY: the slot is leased; that somebody writes to it is what is tested.
     unsafe { *lease.ptr().cast_mut() ^= 1 };
     let job = lift(&store, &ns, &names);

@@ -184,13 +184,7 @@ fn pins_alone_make_the_store_full() {
             None,
             Instant::now(),
         ) {
-            Ok(_) => leases.push(
-                store
-                    .lease(&ns, &[&key(n)], false, soon())
-                    .unwrap()
-                    .remove(0)
-                    .unwrap(),
-            ),
+            Ok(_) => leases.push(leased(&store, &ns, &key(n))),
             Err(error) => break error,
         }
     };
@@ -384,11 +378,7 @@ fn a_put_that_waits_goes_on_when_a_lease_ends() {
     let leases: Vec<_> = (0..2)
         .map(|n| {
             put(&store, &ns, &key(n), &bytes(n, size), None);
-            store
-                .lease(&ns, &[&key(n)], false, soon())
-                .unwrap()
-                .remove(0)
-                .unwrap()
+            leased(&store, &ns, &key(n))
         })
         .collect();
     std::thread::scope(|scope| {

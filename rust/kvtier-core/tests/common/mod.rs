@@ -12,6 +12,7 @@ use kvtier_core::config::{Config, Memory, MemoryKind};
 use kvtier_core::error::Result;
 use kvtier_core::jobs::Goal;
 use kvtier_core::layout::{Layer, Layout, Selection};
+use kvtier_core::lease::Leased;
 use kvtier_core::load::Miss;
 use kvtier_core::put::{Block, Put};
 use kvtier_core::read::{Got, Out};
@@ -317,6 +318,12 @@ pub fn get_all_by(
         assert!(got.is_err() || out == want, "wrong bytes of {key:?}");
     }
     gots
+}
+
+/// A lease of one block that is there, without a check of its bytes.
+pub fn leased(store: &Store, ns: &Namespace, key: &[u8]) -> Leased {
+    let mut leases = store.lease(ns, &[key], false, soon()).unwrap();
+    leases.remove(0).unwrap()
 }
 
 /// What must hold of the accounts at any moment.

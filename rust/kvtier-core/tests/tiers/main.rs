@@ -255,13 +255,7 @@ fn prefetches_run_in_their_order_and_urgent_ones_first() {
             let full = try_put_by(&store, &ns, &key(n), &bytes(n, 4096), None, Instant::now());
             full.is_ok().then_some(n)
         })
-        .map(|n| {
-            store
-                .lease(&ns, &[&key(n)], false, soon())
-                .unwrap()
-                .remove(0)
-                .unwrap()
-        })
+        .map(|n| leased(&store, &ns, &key(n)))
         .collect();
     assert!(held.len() > 100);
     let names: Vec<[u8; 32]> = (0..12).map(key).collect();
