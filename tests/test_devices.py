@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from blocks import MIB, host
 from kvtier import KVLayout
 from kvtier.errors import ClosedError, ConfigError, InvalidBlockError, StorageError, UnsupportedError
-from kvtier.tiers import Copy, DeviceBackend, HostBackend, open_backend
+from kvtier.tiers import Copy, Delivery, DeviceBackend, HostBackend, open_backend
 from kvtier.tiers.cuda import missing
 
 CAPACITY = 4 << 20
@@ -69,6 +69,16 @@ def test_a_copy_can_wait_for_one_of_the_other_direction(backend: DeviceBackend) 
     assert backend.copy_out([Copy(0, new)], after=written).wait()
     assert np.array_equal(old, noise(1 << 20, 1))
     assert np.array_equal(new, noise(1 << 20, 2))
+
+
+def test_what_is_queued_behind_a_copy_finds_it_done(backend: DeviceBackend) -> None:
+    """A stream waits for a copy, and nobody else does."""
+    target = np.zeros(1 << 20, np.uint8)
+    for seed in range(8):
+        backend.copy_in([Copy(0, noise(1 << 20, seed))]).before(None)
+        read = backend.deliver([Delivery(backend.view(0, 1 << 20), target)])
+        assert read.wait()
+        assert np.array_equal(target, noise(1 << 20, seed))
 
 
 def test_an_empty_batch_ends(backend: DeviceBackend) -> None:

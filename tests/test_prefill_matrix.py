@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from kvtier.layout import KVLayout
 from kvtier.prefill import Prefill, PrefillEngine, layout_of, namespace
 from test_prefill import CONFIGS, Failing, build, llama
 from test_prefill import PROMPT as SHORT
-from test_prefill_engine import BLOCK, CHUNK, PROMPT, WAIT, same
+from test_prefill_engine import BLOCK, CHUNK, PROMPT, WAIT, after_layers, same
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPTS = [PROMPT, [(token + 1) % 256 for token in PROMPT], [*PROMPT[:100], *([9] * 80)]]
@@ -142,3 +143,39 @@ def test_what_a_codec_gives_back_is_computed_with_like_anything_else(codec: str,
         exact, told = (torch.log_softmax(logits.double(), -1) for logits in (cold.logits, result.logits))
         divergence = float((exact.exp() * (exact - told)).sum())
         assert divergence == 0 if codec not in codecs.LOSSY else 0 < divergence < 1e-3
+
+
+def test_a_layer_is_decoded_once_the_one_before_it_was_computed(tmp_path: Path) -> None:
+    """So what is decoded on its way up waits for nothing but its own layer, and neither does the model."""
+    model, block = build(llama()), 128  # segments of a layer each
+    prompt, tiers = (PROMPT * 3)[: 3 * block + 18], (Dram("8MiB"), Nvme(tmp_path, "64MiB"))
+    computed = [threading.Event() for _ in range(3)]
+
+    class Gated:
+        """Layer n is read and decoded when layer n - 1 has been computed."""
+
+        def __init__(self, blocks: Any) -> None:
+            self.blocks = blocks
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.blocks, name)
+
+        def get_into(self, keys: Sequence[bytes], outs: Any, *, layers: tuple[int, int], **options: Any) -> Any:
+            assert not layers[0] or computed[layers[0] - 1].wait(WAIT)
+            return self.blocks.get_into(keys, outs, layers=layers, **options)
+
+    results = []
+    for wrap in (lambda blocks: blocks, lambda blocks: blocks, Gated):
+        with Store(*tiers) as store:
+            blocks = wrap(namespace(store, model, block_tokens=block, codec="int8", weights=b"tests"))
+            with (
+                PrefillEngine(model, blocks, chunk_tokens=block) as engine,
+                after_layers(model, lambda number: computed[number].set()),
+            ):
+                for event in computed:
+                    event.clear()
+                results.append(engine.run(prompt, front=0))
+    _, serial, overlapped = results
+    same(overlapped, serial)
+    assert overlapped.report.bytes == {"nvme": 3 * block * layout_of(model).bytes_per_token}
+    assert not torch.equal(serial.logits, results[0].logits)  # what is lossy lost something

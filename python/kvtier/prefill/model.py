@@ -19,25 +19,28 @@ from kvtier.prefill.registry import Member, attending
 __all__ = ["cache_argument", "forward", "forward_all", "layout_of", "logits_of", "namespace", "synchronise"]
 
 
-def namespace(store: Any, model: Any, *, block_tokens: int = 16, quota: Any = None, **identity: Any) -> Any:
+def namespace(
+    store: Any, model: Any, *, block_tokens: int = 16, codec: str | None = None, quota: Any = None, **identity: Any
+) -> Any:
     """The namespace of a loaded Hugging Face model in a store.
 
     Args:
         store: a :class:`kvtier.Store`.
         model: a loaded causal language model.
         block_tokens: tokens a block. Default 16.
-        quota: see :meth:`kvtier.Store.namespace`.
+        codec: how blocks are coded on NVMe, see :meth:`kvtier.Store.namespace`. Default the tier's own, which loses nothing.
+        quota: see there.
         identity: fields of :class:`kvtier.identity.Identity` that a model does not tell: ``revision``, ``lora``,
             ``salt``, or ``weights`` where the fingerprint is known already.
 
     Blocks while it hashes the weights (about 1 s a GB) unless ``weights`` is given: do it once a model.
 
     Raises:
-        ConfigError: for what is no store, or no loaded model.
+        ConfigError: for what is no store, or no loaded model, or a codec that does not take it.
         ConfigError, UnsupportedError: see :meth:`kvtier.layout.KVLayout.from_config`.
     """
     check_parts(model, store, "store, model")
-    return store.namespace(Identity.from_model(model, **identity), layout_of(model, block_tokens), quota=quota)
+    return store.namespace(Identity.from_model(model, **identity), layout_of(model, block_tokens), codec, quota)
 
 
 def layout_of(model: Any, block_tokens: int = 16) -> KVLayout:
