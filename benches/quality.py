@@ -31,7 +31,6 @@ from kvtier.cli import prompt as prompts
 from kvtier.cli.model import load
 from kvtier.identity import Identity
 from kvtier.integrations.reference import DictNamespace
-from kvtier.layout import KVLayout
 from kvtier.prefill import Prefill, PrefillEngine, layout_of, logits_of
 from kvtier.prefill.attended import most_attended
 from kvtier.prefill.importance import SINKS
@@ -83,35 +82,41 @@ def first_and_last(attended: torch.Tensor, fraction: float) -> torch.Tensor:
 
 
 class Judge:
-    """Tokens behind a prefix, and what the model says over exact KV."""
+    """Tokens behind a prefix, the prefix's KV, and what the model says over that."""
 
     def __init__(self, model: Any, cached: list[int], new: list[int]) -> None:
         self.model, self.cached, self.new = model, cached, new
-        self.exact: torch.Tensor | None = None
+        self.prompt = [*cached, new[0]]
+        self.blocks = DictNamespace(layout_of(model))
+        with PrefillEngine(model, self.blocks) as engine:
+            result = engine.run(self.prompt)
+            engine.flush(result)
+        self.exact = self._told(result)
 
     def over(self, result: Prefill) -> dict[str, float]:
-        """Compare what it says over the cache of a prefill of ``cached`` and the first of ``new``."""
-        logits = torch.cat([result.logits, logits_of(self.model, self.new[1:], result.cache, 0)[0]])
-        told = torch.log_softmax(logits.double(), -1)
-        if self.exact is None:
-            self.exact = told
+        """Compare what it says over the cache of a prefill of the prompt."""
+        told = self._told(result)
         return {
             "kl": float((self.exact.exp() * (self.exact - told)).sum(-1).mean()),
             "top1": float((self.exact.argmax(-1) == told.argmax(-1)).double().mean()),
         }
 
+    def _told(self, result: Prefill) -> torch.Tensor:
+        logits = torch.cat([result.logits, logits_of(self.model, self.new[1:], result.cache, 0)[0]])
+        return torch.log_softmax(logits.double(), -1)
+
 
 def of_codecs(model: Any, judges: Sequence[Judge], work: Path, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A row a codec, behind ``"exact"``, which is without one, and the floor."""
-    layout, tokens, floor = layout_of(model), sum(len(judge.cached) for judge in judges), {"kl": 0.0, "top1": 1.0}
+    tokens, floor = sum(len(judge.cached) for judge in judges), {"kl": 0.0, "top1": 1.0}
     for label in ["exact", *kinds]:
-        told = [_coded(model, layout, judge, work / f"{label}-{i}", label) for i, judge in enumerate(judges)]
+        told = [_coded(model, judge, work / f"{label}-{i}", label) for i, judge in enumerate(judges)]
         row: dict[str, Any] = {"name": f"codec_{label}", "tokens": tokens} | _mean(told)
         kl, top1 = allowed(label, floor)
         met = row["kl"] <= kl and row["top1"] >= top1
         yield row | {"bound": {"kl": kl, "top1": top1}, "met": met}
         if label == "exact":
-            others = [_mean([_in_chunks(model, layout, judge, chunk) for judge in judges]) for chunk in CHUNKS]
+            others = [_mean([_in_chunks(model, judge, chunk) for judge in judges]) for chunk in CHUNKS]
             yield from (
                 {"name": f"chunks_{n}", "tokens": tokens} | each for n, each in zip(CHUNKS, others, strict=True)
             )
@@ -122,38 +127,43 @@ def _mean(told: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(each[name] for each in told) for name in told[0]}
 
 
-def _in_chunks(model: Any, layout: KVLayout, judge: Judge, chunk: int) -> dict[str, float]:
+def _in_chunks(model: Any, judge: Judge, chunk: int) -> dict[str, float]:
     """What is said of a passage whose prefix is computed in other chunks."""
-    with PrefillEngine(model, DictNamespace(layout), chunk_tokens=chunk) as engine:
-        return judge.over(engine.run([*judge.cached, judge.new[0]]))
+    with PrefillEngine(model, DictNamespace(judge.blocks.layout), chunk_tokens=chunk) as engine:
+        return judge.over(engine.run(judge.prompt))
 
 
-def _coded(model: Any, layout: KVLayout, judge: Judge, path: Path, label: str) -> dict[str, float]:
+def _coded(model: Any, judge: Judge, path: Path, label: str) -> dict[str, float]:
     """What is said of a passage whose prefix comes back from NVMe through a codec, in a store that was opened anew."""
-    prompt, name = [*judge.cached, judge.new[0]], None if label == "exact" else label
+    layout, name = judge.blocks.layout, None if label == "exact" else label
     size = 3 * len(judge.cached) * layout.bytes_per_token + (256 << 20)
-    for _ in (True, False):
-        with Store(Dram(size), Nvme(path, size)) as store:
-            blocks = store.namespace(Identity(b"quality"), layout, codec=name)
-            with PrefillEngine(model, blocks) as engine:
-                result = engine.run(prompt, front=0)
-                engine.flush(result)
-            store.flush()
+    with Store(Dram(size), Nvme(path, size)) as store:
+        blocks = store.namespace(Identity(b"quality"), layout, codec=name)
+        keys, kept = blocks.chain(judge.cached), judge.blocks.chain(judge.cached)
+        blocks.put_many(keys, [judge.blocks.get(key) for key in kept], parents=[None, *keys[:-1]])
+        store.flush()
+    with (
+        Store(Dram(size), Nvme(path, size)) as store,
+        PrefillEngine(model, store.namespace(Identity(b"quality"), layout, codec=name)) as engine,
+    ):
+        result = engine.run(judge.prompt, front=0)
+        told = judge.over(result)
     assert set(result.report.bytes) == {"nvme"}
+    assert result.report.tokens_reused == len(judge.cached)
     shutil.rmtree(path)
-    return judge.over(result)
+    return told
 
 
 def of_retain(model: Any, judge: Judge) -> Iterator[dict[str, Any]]:
     """A row a fraction and way to choose."""
-    blocks, prompt = DictNamespace(layout_of(model)), [*judge.cached, judge.new[0]]
+    blocks = DictNamespace(layout_of(model))
     with PrefillEngine(model, blocks, importance=True) as engine:
         engine.flush(engine.run(judge.cached))
     with PrefillEngine(model, blocks) as engine:
         for fraction in (1.0, *FRACTIONS):
             for choose in (most_attended, first_and_last)[: 1 if fraction == 1 else 2]:
                 with mock.patch("kvtier.prefill.request.most_attended", choose):
-                    result = engine.run(prompt, front=0, retain=fraction)
+                    result = engine.run(judge.prompt, front=0, retain=fraction)
                 read = sum(result.report.bytes.values())
                 row = {"name": f"{choose.__name__}_{fraction:g}", "tokens": result.report.tokens_reused, "bytes": read}
                 yield row | judge.over(result)

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import sys
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,3 +207,16 @@ def test_work_is_queued_where_it_was_asked_for(driver: Driver) -> None:
     backend.copy_in([Copy(0, host)], after=copying)
     assert driver.streams == [5, 0, 0, 5, 6, 5, 7, 5, 8, 5, 9, 5, 1, 1]
     backend.close()
+
+
+def test_the_rates_that_are_printed_where_a_gpu_is(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    from gpu_copies import lines
+
+    told = [
+        re.fullmatch(r"(\w+ \w+): ([\d.]+) GB/s in blocks, plain ([\d.]+) GB/s, ratio [\d.]+", line)
+        for line in lines(1 << 20, 1 << 16)
+    ]
+    assert [line and line[1] for line in told] == ["H2D pageable", "D2H pageable", "H2D pinned", "D2H pinned"]
+    assert driver.copies >= 4 * 9 * (16 + 1)
+    assert not driver.registered
