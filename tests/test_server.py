@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,7 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
+import transformers
 import uvicorn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from test_prefill import build, llama
 
@@ -21,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from load import converse, summary
 from server import Chat, Server, create_app
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "server.py"
 
 
 class Letters:
@@ -167,3 +173,49 @@ def test_a_full_conversation_says_so(model: Any, tmp_path: Path) -> None:
     with serving(model, tmp_path) as client:
         _, last = say(client, "a", "y" * 1000)
         assert "full" in last["error"]
+
+
+@contextmanager
+def process(model: Path, place: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """The script itself, as it is started in a shell."""
+    options = {"model": model, "directory": place, "port": 0, "dram": "16MiB", "nvme": "64MiB"}
+    command = [sys.executable, SCRIPT, *(f"--{name}={value}" for name, value in options.items())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = next((line.split()[-1] for line in server.stdout if line.startswith("listening on ")), None)
+        try:
+            assert url is not None, "it ended before it listened"
+            with httpx.Client(base_url=url, timeout=60) as client:
+                yield server, client
+        finally:
+            server.kill()
+
+
+def test_the_script_ends_when_it_is_told_to_and_outlives_being_killed(model: Any, tmp_path: Path) -> None:
+    saved, place = tmp_path / "model", tmp_path / "chat"
+    model.save_pretrained(saved)
+    letters = Tokenizer(
+        models.BPE({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(saved)
+    with process(saved, place) as (server, client):
+        _, first = say(client, "a", "x" * 300)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) in (0, -signal.SIGTERM)
+    assert first["tokens_reused"] == 0
+    with process(saved, place) as (server, client):
+        _, second = say(client, "a", "more")
+        body = {"conversation": "a", "message": "and on", "max_tokens": 500}
+        with client.stream("POST", "/chat", json=body) as answer:
+            next(answer.iter_lines())
+            server.kill()  # in the middle of an answer
+            server.wait(60)
+    assert second["tokens_matched"] >= 256
+    assert second["tokens_reused"] + second["tokens_front"] == 256
+    with process(saved, place) as (_, client):
+        history = client.get("/conversations/a").json()
+        assert [message["content"] for message in history[::2]] == ["x" * 300, "more"]
+        _, third = say(client, "a", "again")
+        assert third["tokens_matched"] >= 256
+        assert metrics(client)["chat_requests_total"] == 1
