@@ -319,7 +319,7 @@ def test_a_stores_namespace_is_made_from_the_models_content(model: Any) -> None:
     seen: list[bytes] = []
 
     class OneStore:
-        def namespace(self, identity: Any, layout: KVLayout, *, quota: int | None = None) -> DictNamespace:
+        def namespace(self, identity: Any, layout: KVLayout, codec: str | None, quota: int | None) -> DictNamespace:
             seen.append(identity.to_bytes(layout))
             return DictNamespace(layout)
 
