@@ -10,19 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier._kvtier import POLICIES, Policy
-from plain_policies import PLAIN, Plain
+from plain_auto import Auto
+from plain_policies import PLAIN, Importance, Meta, Plain
 
 CAPACITY = 12
 BLOCKS = 40
 
-# A request uses a block; or a block is removed by its owner; or it is pinned, or let go.
+# Those that know chains themselves, and have no other form.
+IN_CHAINS: dict[str, Callable[[int], Plain]] = {"importance": Importance, "auto": Auto}
+
+# A request uses a block, or a chain of them; or a block is removed by its owner; or gets a score; or it is pinned, or let go.
 STEPS = st.lists(
     st.one_of(
+        st.tuples(st.just("ask"), st.integers(0, BLOCKS - 1)),
         st.tuples(st.just("use"), st.integers(0, BLOCKS - 1)),
         st.tuples(st.just("use"), st.integers(0, 15)),
         st.tuples(st.just("remove"), st.integers(0, BLOCKS - 1)),
+        st.tuples(st.just("score"), st.integers(0, BLOCKS - 1)),
         st.tuples(st.just("pin"), st.integers(0, BLOCKS - 1)),
     ),
+    min_size=40,
     max_size=300,
 )
 
@@ -32,17 +39,28 @@ def parent(block: int) -> int | None:
 
 
 class Tier:
-    """A policy and its plain model, kept in step, in a tier that holds ``CAPACITY`` blocks."""
+    """A policy and its plain model, kept in step, in a tier that holds ``capacity`` blocks."""
 
-    def __init__(self, name: str, model: Callable[[int], Plain] | None, chains: bool) -> None:
-        self.policy = Policy(name, CAPACITY)
-        self.model = model(CAPACITY) if model else None
+    def __init__(self, name: str, model: Callable[[int], Plain] | None, chains: bool, capacity: int = CAPACITY) -> None:
+        self.policy = Policy(name, capacity)
+        self.model = model(capacity) if model else None
+        if self.model:
+            self.model.is_leaf = self.is_leaf
+        self.capacity = capacity
         self.chains = chains
+        self.evictions = 0
         self.here: set[int] = set()
         self.pinned: set[int] = set()
 
     def is_leaf(self, block: int) -> bool:
         return not self.chains or not any(parent(other) == block for other in self.here)
+
+    def ask(self, block: int) -> None:
+        """A request for a block, and for all before it."""
+        above = parent(block)
+        if above is not None and self.chains:
+            self.ask(above)
+        self.use(block)
 
     def use(self, block: int) -> None:
         above = parent(block)
@@ -53,14 +71,23 @@ class Tier:
             return
         if self.chains and above is not None and above not in self.here:
             return
-        self.policy.admit(block, block, above)
+        # Scores and sizes of which sums are exact.
+        meta = Meta(above if self.chains else None, 1 + block % 3, block % 5 / 4)
+        told = block, meta.parent, meta.pages, meta.importance
+        admitted = self.policy.admit(block, *told)
         if self.model:
-            self.model.admit(block)
-        if len(self.here) == CAPACITY and not self.make_room({above} if above is not None else set()):
-            return
-        self.policy.insert(block, block, above if self.chains else None)
+            assert self.model.admit(block, meta) == admitted
+        if len(self.here) == self.capacity:
+            if not admitted:
+                self.policy.refuse(*told)
+                if self.model:
+                    self.model.refuse(block, meta)
+                return
+            if not self.make_room({meta.parent} if meta.parent is not None else set()):
+                return
+        self.policy.insert(block, *told)
         if self.model:
-            self.model.insert(block)
+            self.model.insert(block, meta)
         self.here.add(block)
 
     def make_room(self, needed: set[int]) -> bool:
@@ -74,6 +101,7 @@ class Tier:
             assert all(block in kept or not self.is_leaf(block) for block in self.here)
             return False
         (victim,) = named
+        self.evictions += 1
         assert victim in self.here
         assert victim not in kept
         assert self.is_leaf(victim)
@@ -87,27 +115,58 @@ class Tier:
             if self.model:
                 self.model.remove(block)
 
+    def score(self, block: int) -> None:
+        if block in self.here:
+            score = len(self.here) / 4
+            self.policy.set_importance(block, score)
+            if self.model:
+                self.model.set_importance(block, score)
+
     def run(self, steps: list[tuple[str, int]]) -> None:
         for what, block in steps:
             match what:
+                case "ask":
+                    self.ask(block)
                 case "use":
                     self.use(block)
                 case "remove":
                     self.remove(block)
+                case "score":
+                    self.score(block)
                 case _:
                     self.pinned ^= {block}
-            assert len(self.policy) == len(self.here) <= CAPACITY
+            assert len(self.policy) == len(self.here) <= self.capacity
 
 
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("chains", [False, True], ids=["plain", "leaf"])
+@pytest.mark.parametrize(
+    ("name", "model", "chains"),
+    [
+        *[pytest.param(name, PLAIN[name], False, id=name) for name in PLAIN],
+        *[pytest.param(f"{name}-leaf", PLAIN[name], True, id=f"{name}-leaf") for name in PLAIN],
+        *[pytest.param(name, IN_CHAINS[name], True, id=name) for name in IN_CHAINS],
+    ],
+)
 @settings(max_examples=40)
 @given(steps=STEPS)
-def test_the_victim_is_the_models(name: str, chains: bool, steps: list[tuple[str, int]]) -> None:
+def test_the_victim_is_the_models(
+    name: str, model: Callable[[int], Plain], chains: bool, steps: list[tuple[str, int]]
+) -> None:
     # Blocks that were passed because they were pinned are asked again a few at a time, so a model knows the next
     # victim for certain only where nothing is pinned but the parent of what comes.
-    steps = [step for step in steps if step[0] != "pin"]
-    Tier(f"{name}-leaf" if chains else name, PLAIN[name], chains).run(steps)
+    Tier(name, model, chains).run([step for step in steps if step[0] != "pin"])
+
+
+def test_every_policy_has_a_model() -> None:
+    assert set(POLICIES) == {*PLAIN, *(f"{name}-leaf" for name in PLAIN), *IN_CHAINS}
+
+
+@pytest.mark.parametrize("capacity", [100, 800], ids=["few blocks", "enough to spare what is young"])
+def test_autos_victim_is_the_models_once_it_has_learned(capacity: int) -> None:
+    rng, tier = random.Random(capacity), Tier("auto", Auto, True, capacity)
+    for now in range(800):
+        # Some of it is popular, some came not long ago, and most is never asked for again.
+        tier.ask(rng.choice([int(rng.paretovariate(0.4)) % 1000, 9 * now // 10, 10 * now + rng.randrange(30)]))
+    assert tier.evictions > 500
 
 
 @pytest.mark.parametrize("name", POLICIES)

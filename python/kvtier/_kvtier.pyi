@@ -291,6 +291,9 @@ class Policy:
     def admit(
         self, block: int, fingerprint: int, parent: int | None = None, pages: int = 1, importance: float = 0.0
     ) -> bool: ...
+    def refuse(
+        self, fingerprint: int, parent: int | None = None, pages: int = 1, importance: float = 0.0
+    ) -> None: ...
     def insert(
         self, block: int, fingerprint: int, parent: int | None = None, pages: int = 1, importance: float = 0.0
     ) -> None: ...

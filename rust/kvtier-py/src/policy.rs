@@ -41,6 +41,18 @@ impl Policy {
         self.inner.lock().admit(block, &meta)
     }
 
+    /// A block was used that was not let in.
+    #[pyo3(signature = (fingerprint, parent=None, pages=1, importance=0.0))]
+    fn refuse(&self, fingerprint: u64, parent: Option<Handle>, pages: u32, importance: f32) {
+        let meta = Meta {
+            parent,
+            fingerprint,
+            pages,
+            importance,
+        };
+        self.inner.lock().on_refuse(&meta);
+    }
+
     /// A block arrived.
     #[pyo3(signature = (block, fingerprint, parent=None, pages=1, importance=0.0))]
     fn insert(

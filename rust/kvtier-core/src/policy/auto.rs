@@ -263,9 +263,9 @@ impl Lists {
         self.filled |= 1 << (cell / AGES);
         let class = &mut self.classes[cell / AGES];
         class.filled |= 1 << (cell % AGES);
-        let worth = learned.worth(cell);
-        if worth < class.worth && cell % AGES >= self.young {
-            (class.age, class.worth) = (cell % AGES, worth);
+        let (age, worth) = (cell % AGES, learned.worth(cell));
+        if age >= self.young && (worth, age) < (class.worth, class.age) {
+            (class.age, class.worth) = (age, worth);
         }
     }
 
@@ -424,7 +424,8 @@ impl Lists {
         eligible: &mut dyn FnMut(Handle) -> bool,
     ) -> Option<Handle> {
         let empty = self.filled == 0 && self.copies.0 == NIL;
-        for _ in 0..if empty { PATIENCE } else { 2 } {
+        let again = if empty { PATIENCE } else { 2 };
+        for _ in 0..again.min(self.passed.len()) {
             let Some(block) = self.passed.pop_front() else {
                 break;
             };

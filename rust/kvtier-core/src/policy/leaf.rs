@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Handle, Meta, Policy};
+use super::{Handle, Meta, Policy, search};
 use crate::index::grow;
 
 const NIL: u32 = u32::MAX;
@@ -97,7 +97,7 @@ impl<P: Policy> Leaf<P> {
             self.stayed.pop_front();
             self.release(block);
         }
-        let named = self.inner.victim(eligible);
+        let named = search(&mut self.inner, eligible);
         if named.is_some() {
             return named;
         }

@@ -87,7 +87,7 @@ pub trait Policy: Send {
     ) {
         let named = out.len();
         while out.len() < named + n {
-            let Some(block) = self.victim(eligible) else {
+            let Some(block) = search(self, eligible) else {
                 break;
             };
             out.push(block);
@@ -105,6 +105,19 @@ pub trait Policy: Send {
     }
     /// Bytes kept in memory.
     fn memory_bytes(&self) -> usize;
+}
+
+/// The next victim, looked for once more where there seems to be none: a search that set aside all that it
+/// met is followed by one that asks all that is set aside.
+fn search<P: Policy + ?Sized>(
+    policy: &mut P,
+    eligible: &mut dyn FnMut(Handle) -> bool,
+) -> Option<Handle> {
+    let named = policy.victim(eligible);
+    if named.is_some() {
+        return named;
+    }
+    policy.victim(eligible)
 }
 
 /// What every policy over one `queue` does alike; an expression counts what else it keeps.

@@ -164,6 +164,23 @@ fn a_passed_block_may_be_named_as_soon_as_it_was_held_and_let_go() {
     }
 }
 
+/// What was passed is asked again a few at a time, unless nothing else can leave.
+#[test]
+fn a_victim_is_found_behind_others_that_were_used_and_may_not_leave() {
+    for name in NAMES {
+        let mut policy = by_name(name, 200).unwrap();
+        for h in 0..100 {
+            policy.on_insert(h, &meta(None));
+        }
+        let mut named = Vec::new();
+        policy.victims(1, &mut |_| false, &mut named);
+        assert!(named.is_empty(), "{name}");
+        policy.on_hit(0); // it is pinned, and its place is not with those that were passed
+        policy.victims(1, &mut |h| h == 99, &mut named);
+        assert_eq!(named, [99], "{name}");
+    }
+}
+
 #[test]
 fn auto_learns_which_sessions_come_back() {
     // Blocks under a root of their own, used once and never again, between chains that come back
