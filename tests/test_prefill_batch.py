@@ -16,8 +16,9 @@ from kvtier import Dram, Hbm, Nvme, Store
 from kvtier.errors import ClosedError, ConfigError, StorageError
 from kvtier.integrations.reference import DictNamespace
 from kvtier.prefill import Prefill, PrefillEngine, layout_of, namespace
+from kvtier.prefill.prompt import check_positions
 from kvtier.prefill.registry import attending, packs
-from test_prefill import build, llama
+from test_prefill import build, llama, unsplit
 from test_prefill_engine import BLOCK, CHUNK, PROMPT, WAIT, Held, same
 from test_prefill_matrix import PROMPTS, WAYS, copied, kept, stored
 from test_retain import sharp
@@ -181,6 +182,25 @@ def test_a_model_that_attends_by_itself_computes_them_one_by_one(model: Any) -> 
             same(result, engine.run(prompt, front=CHUNK))
 
 
+def test_a_model_with_attention_of_its_own_is_left_alone() -> None:
+    """Falcon takes its code by the name of an attention that is in the registry, and does not call that."""
+    falcon = build(
+        transformers.FalconConfig(
+            vocab_size=256,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+        )
+    )
+    assert not packs(falcon)
+    source = kept(falcon, PROMPTS)
+    with PrefillEngine(falcon, source, chunk_tokens=CHUNK, importance=True) as engine:
+        for result, prompt in zip(engine.run_batch(BATCH, front=CHUNK), BATCH, strict=True):
+            same(result, engine.run(prompt, front=CHUNK))
+
+
 def test_a_model_stays_watched_until_the_last_one_leaves(model: Any) -> None:
     base = model.config._attn_implementation
     with attending(model, []):
@@ -213,6 +233,25 @@ def test_a_model_with_learned_positions_is_given_no_more_tokens_than_it_has() ->
         assert len([next(tokens), next(tokens), next(tokens)]) == 3
         with pytest.raises(ConfigError, match="64 positions"):
             next(tokens)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_model_whose_keys_change_with_the_length_is_given_no_more_tokens_than_have_the_same(kind: str) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"original_max_position_embeddings": 64, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = llama(max_position_embeddings=64 if kind == "dynamic" else 512, rope_parameters=rope)
+    model = build(config)
+    with PrefillEngine(model, DictNamespace(layout_of(model, BLOCK)), chunk_tokens=CHUNK) as engine:
+        cold = engine.run(PROMPT[:64])
+        torch.testing.assert_close(cold.logits, unsplit(model, PROMPT[:64]), atol=1e-4, rtol=1e-4)
+        engine.flush(cold)
+        same(engine.run(PROMPT[:64], front=0), cold)
+        with pytest.raises(ConfigError, match="more than 64"):
+            engine.run(PROMPT[:65])
+        with pytest.raises(ConfigError, match="more than 64"):
+            engine.step(1, cold.cache)
+    check_positions(build(llama()), 1 << 20)  # of another model no more is asked
 
 
 def test_a_batch_with_a_bad_prompt_computes_nothing(model: Any) -> None:

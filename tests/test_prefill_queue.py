@@ -232,7 +232,8 @@ def test_the_cache_goes_into_generate_of_transformers(model: Any) -> None:
     blocks = DictNamespace(layout_of(model, BLOCK))
     with PrefillEngine(model, blocks, chunk_tokens=CHUNK) as engine:
         ours = list(engine.generate(PROMPT, 12))
-        cache = engine.run(PROMPT).cache
+        result = engine.run(PROMPT)
+        cache = result.cache
         cache.crop(-1)  # generate() computes the last token itself
         options: dict[str, Any] = {cache_argument(model): cache}
         ids = model.generate(
@@ -242,6 +243,7 @@ def test_the_cache_goes_into_generate_of_transformers(model: Any) -> None:
         )
         tokens = ids[0].tolist()
         assert tokens == PROMPT + ours
+        assert engine.flush(result)  # and what came before it: nothing is stored any more
         blocks.blocks.clear()
         kept = engine.keep(tokens, cache)
         assert kept.wait(WAIT)

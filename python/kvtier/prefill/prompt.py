@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +96,20 @@ def token_ids(input_ids: Sequence[int] | torch.Tensor, model: Any = None) -> lis
 def check_positions(model: Any, count: int) -> None:
     """Whether the model can place so many tokens; behind the last learned position it would fail deep within.
 
-    Positions that are computed (RoPE) have no end, and are not looked at.
+    Positions that are computed (RoPE) have no end, save where they are computed in another way for longer prompts (`longrope`,
+    `dynamic`): the keys of all tokens are others then, and those that are stored are no prefix's.
 
     Raises:
-        ConfigError: for more tokens than a learned table of positions has places.
+        ConfigError: for more tokens than a learned table of positions has places, or than have the same keys in any prompt.
     """
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    config = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    turns = min(_turns(getattr(config, "rope_parameters", None), limit), default=count)
+    if count > turns:
+        raise ConfigError(
+            f"{count} tokens were given; the keys of this model's first tokens are others where a prompt has more than {turns} "
+            "(its rope_type says so), so no stored prefix fits. Shorten the prompt, or generate fewer tokens"
+        )
     if not isinstance(limit, int) or count <= limit:
         return
     words, more = model.get_input_embeddings(), range(limit, limit + 8)  # OPT's table has two that no token takes
@@ -111,6 +119,20 @@ def check_positions(model: Any, count: int) -> None:
             f"{count} tokens were given; the model has learned {limit} positions, and allows no more. Shorten the prompt, or "
             "generate fewer tokens"
         )
+
+
+def _turns(rope: Any, limit: int | None) -> Iterator[int]:
+    """How many tokens may be there before RoPE changes for all of them, of each kind of layer in which it does."""
+    if not isinstance(rope, Mapping):
+        return
+    kind = rope.get("rope_type")
+    if kind is None:  # by the type of layer
+        for each in rope.values():
+            yield from _turns(each, limit)
+    elif "dynamic" in kind and limit is not None:
+        yield limit
+    elif kind == "longrope":
+        yield int(rope["original_max_position_embeddings"])
 
 
 def _vocabulary(model: Any) -> int | None:

@@ -38,9 +38,12 @@ class Member:
 
 
 def packs(model: Any) -> bool:
-    """Whether the model attends through the registry, so that a pass may have several members."""
+    """Whether the model attends through the registry, so that a pass may have several members. Some models (Falcon) name a way
+    that is in the registry, and have code of their own for it: transformers says of a model's class which it is.
+    """
     base = model.config._attn_implementation.removeprefix(_PREFIX)
-    return base in ALL_ATTENTION_FUNCTIONS and base in ALL_MASK_ATTENTION_FUNCTIONS
+    known = base in ALL_ATTENTION_FUNCTIONS and base in ALL_MASK_ATTENTION_FUNCTIONS
+    return known and bool(getattr(model, "_supports_attention_backend", False))
 
 
 @contextmanager
@@ -48,10 +51,10 @@ def attending(model: Any, members: Sequence[Member]) -> Iterator[None]:
     """What the model computes on this thread meanwhile has these members, each of which attends to its own tokens alone.
 
     Of one member the results are the same bits as without. A model that attends by something of its own (eager code outside
-    of the registry) is not looked at, and takes no more than one.
+    of the registry) is left alone: it is not looked at, and takes no more than one.
     """
     config = model.config
-    if config._attn_implementation not in ALL_ATTENTION_FUNCTIONS:
+    if not packs(model):
         yield
         return
     before = getattr(_active, "members", ())
