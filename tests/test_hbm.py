@@ -467,6 +467,34 @@ def test_closing_with_copies_in_flight() -> None:
             verb()
 
 
+def test_memory_is_mapped_for_as_long_as_the_device_knows_it() -> None:
+    """A driver that forgot memory which is gone would fail, and one that still copies there kill the process."""
+
+    class Registers(HostBackend):
+        memory: Any = None
+
+        def register(self, memory: Any) -> None:
+            self.memory = memory
+
+        def close(self) -> None:
+            if self.memory is not None:
+                sums.append((self.memory.nbytes, int(self.memory[::4096].sum())))
+                self.memory = None
+            super().close()
+
+    for closed in (True, False):
+        sums: list[tuple[int, int]] = []
+        store = Store(Hbm(4 * MIB, backend=Registers(4 * MIB)), Dram(8 * MIB))
+        fill(store, 4)
+        if closed:
+            store.close()
+        del store
+        gc.collect()
+        assert sums
+        assert sums[0][0] >= 7 * MIB
+        assert sums[0][1] > 0
+
+
 def test_a_lease_outlives_the_store(store: Store) -> None:
     names = fill(store, 1)
     block = store.lease(names, to="hbm").blocks[0]

@@ -20,14 +20,16 @@ from kvtier.prefill.attended import Attended, most_attended
 from kvtier.prefill.loading import is_device_of
 from kvtier.tiers import Copying, Delivery, HostBackend
 from kvtier.tiers.cuda import missing
-from test_prefill import build, llama
+from test_prefill import CONFIGS, build, llama
 from test_prefill_engine import BLOCK, CACHED, CHUNK, PROMPT, WAIT, after_layers, same
 from test_prefill_queue import Recording, others
 from test_retain import sharp
 
 SIZE = 8 << 20
-MODELS = ["cpu"] if missing() or not torch.cuda.is_available() else ["cpu", "cuda"]
-"""Where models compute. Where no GPU is, its tests do not exist: `scripts/gpu_check.sh` runs them where one is."""
+MODELS = [("cpu", "llama", torch.float32)]
+"""Where models compute, and which: `test_prefill_matrix` has all of them on the host."""
+if not missing() and torch.cuda.is_available():  # `scripts/gpu_check.sh`; where no GPU is, its tests do not exist
+    MODELS += [("cuda", name, dtype) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16)]
 
 
 class Device(HostBackend):
@@ -213,9 +215,11 @@ def test_waiting_requests_find_their_blocks_in_hbm(model: Any, tmp_path: Path) -
         same(result, other)
 
 
-@pytest.mark.parametrize("where", MODELS)
-def test_every_way_on_the_models_device_gives_the_bits_of_the_cold_run(where: str) -> None:
-    net = build(llama()).to(where)
+@pytest.mark.parametrize(("where", "name", "dtype"), MODELS)
+def test_every_way_on_the_models_device_gives_the_bits_of_the_cold_run(
+    where: str, name: str, dtype: torch.dtype
+) -> None:
+    net = build(CONFIGS[name](), dtype).to(where)
     with Store(Hbm(SIZE, backend="host" if where == "cpu" else "cuda"), Dram("16MiB")) as store:
         blocks = namespace(store, net, weights=b"tests")
         with PrefillEngine(net, blocks, chunk_tokens=CHUNK, importance=True) as engine:
