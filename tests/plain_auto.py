@@ -218,6 +218,7 @@ class Auto(Plain):
         self.reuse = Reuse()
         self.touches = 0
         self.sweep = 0
+        self.looked = 0
         self.young = 0
 
     @property
@@ -323,24 +324,37 @@ class Auto(Plain):
             self.queue.append(block)
 
     def grow_older(self) -> None:
-        """Of four classes, up to four blocks of each list go where they belong."""
-        for _ in range(4):
+        """Once a tick: what is no longer young, and what is worth least by now, goes where it belongs."""
+        if self.looked == self.now:
+            return
+        self.looked = self.now
+        self.grow_up()
+        if (cheapest := self.cheapest()) is None:
+            return
+        least = self.reuse.worth(cheapest)
+        for _ in range(32):
             self.sweep = (self.sweep + 1) % CLASSES
             for cell in sorted(cell for cell in self.lists if cell[0] == self.sweep):
                 for _ in range(4):
-                    if cell not in self.lists or self.cell(self.lists[cell][0]) == cell:
+                    if cell not in self.lists:
+                        break
+                    there = self.cell(self.lists[cell][0])
+                    if there == cell or self.reuse.worth(there) > least:
                         break
                     self.place(self.lists[cell][0])
 
     def grow_up(self) -> bool:
-        """The oldest young block of each class goes where it belongs. False: all are young still."""
-        moved = False
-        for class_ in sorted({class_ for class_, _ in self.lists if self.young > 0}):
-            young = self.lists.get((class_, 0), [])
-            if young and self.cell(young[0]) != (class_, 0):
-                self.place(young[0])
-                moved = True
-        return moved
+        """Four of each class. False: all are young still."""
+        classes = sorted({class_ for class_, _ in self.lists})
+        return sum(self.grow(class_) for class_ in classes for _ in range(4)) > 0
+
+    def grow(self, class_: int) -> bool:
+        """The oldest young block goes where it belongs, unless it is young still."""
+        young = self.lists.get((class_, 0), [])
+        if not self.young or not young or self.cell(young[0]) == (class_, 0):
+            return False
+        self.place(young[0])
+        return True
 
     def cheapest(self) -> Cell | None:
         """The list that is worth least; of young blocks only if there are no others."""
@@ -354,7 +368,6 @@ class Auto(Plain):
 
     def least(self) -> Cell | None:
         """As ``cheapest``, with a block in front that belongs there."""
-        self.grow_up()
         for _ in range(64):
             cell = self.cheapest()
             if cell is None or self.cell(self.lists[cell][0]) == cell:
@@ -374,6 +387,7 @@ class Auto(Plain):
         while (cell := self.least()) is not None:
             block = self.lists[cell][0]
             if may(block):
+                self.grow(cell[0])
                 return block
             self.set_aside(block)
         return None

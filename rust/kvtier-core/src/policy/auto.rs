@@ -25,6 +25,9 @@ const FEW: usize = 256;
 const PATIENCE: usize = 1024;
 /// Blocks that one look at what is worth least moves to the lists where they belong at most.
 const STALE: usize = 64;
+/// Classes whose lists are looked at in a tick, and blocks of one that are moved at most.
+const SWEPT: usize = 32;
+const MOVED: usize = 4;
 
 #[derive(Clone, Copy, Debug)]
 struct Node {
@@ -141,6 +144,8 @@ struct Lists {
     /// Blocks that a search had to pass.
     passed: VecDeque<Handle>,
     sweep: usize,
+    /// The tick in which lists were last looked at for blocks that grew older.
+    looked: u32,
     len: usize,
     /// Bytes of what is learned that this tier counts.
     learned_bytes: usize,
@@ -204,6 +209,7 @@ impl Lists {
             young: 0,
             passed: VecDeque::new(),
             sweep: 0,
+            looked: 0,
             len: 0,
             learned_bytes: 0,
         }
@@ -300,17 +306,29 @@ impl Lists {
         }
     }
 
-    /// Moves blocks that grew older to the list of their age: a few of each list of a few classes.
+    /// Looks for blocks that are worth least by now, once a tick: at what is no longer young, and at the
+    /// oldest of each list of some classes. What grew older and is worth more can wait.
     fn age(&mut self, learned: &Learned) {
-        for _ in 0..4 {
+        if std::mem::replace(&mut self.looked, learned.now()) == learned.now() {
+            return;
+        }
+        self.grow_up(learned);
+        let Some((_, least)) = self.cheapest(learned) else {
+            return;
+        };
+        for _ in 0..SWEPT {
             self.sweep = (self.sweep + 1) % CLASSES;
             let mut ages = self.classes[self.sweep].filled;
             while ages != 0 {
                 let cell = self.sweep * AGES + ages.trailing_zeros() as usize;
                 ages &= ages - 1;
-                for _ in 0..4 {
+                for _ in 0..MOVED {
                     let oldest = self.oldest(cell);
-                    if oldest == NIL || self.cell(learned, oldest) == cell {
+                    if oldest == NIL {
+                        break;
+                    }
+                    let now = self.cell(learned, oldest);
+                    if now == cell || learned.worth(now) > least {
                         break;
                     }
                     self.place(learned, oldest);
@@ -353,18 +371,26 @@ impl Lists {
         }
     }
 
-    /// Moves the oldest young block of each class that is no longer young. False: all are.
+    /// Moves a few blocks of each class that are no longer young. False: all are.
     fn grow_up(&mut self, learned: &Learned) -> bool {
         let mut moved = false;
         for class in bits(self.filled) {
-            let cell = class * AGES;
-            let oldest = self.oldest(cell);
-            if self.young > 0 && oldest != NIL && self.cell(learned, oldest) != cell {
-                self.place(learned, oldest);
-                moved = true;
+            for _ in 0..MOVED {
+                moved |= self.grow(learned, class);
             }
         }
         moved
+    }
+
+    /// Moves the oldest young block of a class, if it is no longer young.
+    fn grow(&mut self, learned: &Learned, class: usize) -> bool {
+        let cell = class * AGES;
+        let oldest = self.oldest(cell);
+        let grown = self.young > 0 && oldest != NIL && self.cell(learned, oldest) != cell;
+        if grown {
+            self.place(learned, oldest);
+        }
+        grown
     }
 
     fn cheapest_grown(&mut self, learned: &Learned) -> Option<(usize, f32)> {
@@ -395,12 +421,11 @@ impl Lists {
     /// As [`Lists::cheapest`], with a block in front that belongs there. Where very many do not
     /// since the last search, one that does not will do.
     fn least(&mut self, learned: &Learned) -> Option<(usize, f32)> {
-        self.grow_up(learned);
         for _ in 0..STALE {
-            let (cell, _) = self.cheapest(learned)?;
+            let (cell, worth) = self.cheapest(learned)?;
             let oldest = self.oldest(cell);
             if self.cell(learned, oldest) == cell {
-                break;
+                return Some((cell, worth));
             }
             self.place(learned, oldest);
         }
@@ -447,6 +472,9 @@ impl Lists {
             let block = self.oldest(cell);
             if eligible(block) {
                 self.named = worth;
+                if cell != COPIES {
+                    self.grow(learned, cell / AGES);
+                }
                 return Some(block);
             }
             self.set_aside(block);

@@ -13,12 +13,13 @@ const PATIENCE: usize = 1024;
 #[derive(Clone, Copy, Debug)]
 struct Node {
     parent: u32,
-    /// In all but the lowest bit, which says whether it stayed when it was named.
+    /// In all but the lowest bits, which say whether it is here, and stayed when it was named.
     children: u32,
 }
 
 const STAYED: u32 = 1;
-const CHILD: u32 = 2;
+const HERE: u32 = 2;
+const CHILD: u32 = 4;
 
 /// Lets the inner policy choose among the leaves: blocks without a child in this tier.
 ///
@@ -59,7 +60,7 @@ impl<P: Policy> Leaf<P> {
     fn gain(&mut self, parent: Handle) {
         let node = self.node(parent);
         node.children += CHILD;
-        if node.children == CHILD {
+        if node.children / CHILD == 1 {
             self.inner.hold(parent, true);
         }
     }
@@ -69,14 +70,14 @@ impl<P: Policy> Leaf<P> {
         let node = self.node(parent);
         node.children -= CHILD;
         if node.children < CHILD {
-            node.children = 0;
+            node.children &= HERE;
             self.inner.hold(parent, false);
         }
     }
 
     /// Is it still so that a block stayed, and that nothing else holds it back?
     fn only_stayed(&self, block: Handle) -> bool {
-        self.nodes[block as usize].children == STAYED
+        self.nodes[block as usize].children == HERE | STAYED
     }
 
     /// A block that stayed may be named again.
@@ -130,7 +131,8 @@ impl<P: Policy> Policy for Leaf<P> {
         self.inner.on_insert(block, meta);
         let node = self.node(block);
         node.parent = meta.parent.unwrap_or(NIL);
-        if node.children > 0 {
+        node.children |= HERE;
+        if node.children > HERE {
             self.inner.hold(block, true); // its children came first
         }
         if let Some(parent) = meta.parent {
@@ -147,14 +149,13 @@ impl<P: Policy> Policy for Leaf<P> {
     }
 
     fn on_remove(&mut self, block: Handle) {
-        let before = self.inner.len();
-        self.inner.on_remove(block);
-        if self.inner.len() == before {
-            return; // it was not here
-        }
         let node = self.node(block);
-        node.children &= !STAYED;
+        if node.children & HERE == 0 {
+            return;
+        }
+        node.children &= !(HERE | STAYED);
         let parent = std::mem::replace(&mut node.parent, NIL);
+        self.inner.on_remove(block);
         if parent != NIL {
             self.lose(parent);
         }
@@ -176,7 +177,7 @@ impl<P: Policy> Policy for Leaf<P> {
 
     fn hold(&mut self, block: Handle, held: bool) {
         let children = self.node(block).children;
-        self.inner.hold(block, held || children > 0);
+        self.inner.hold(block, held || children > HERE);
     }
 
     fn victim(&mut self, eligible: &mut dyn FnMut(Handle) -> bool) -> Option<Handle> {

@@ -93,7 +93,8 @@ impl Learned {
         }
     }
 
-    fn now(&self) -> u32 {
+    /// The tick.
+    pub fn now(&self) -> u32 {
         (self.touches / TICK) as u32
     }
 

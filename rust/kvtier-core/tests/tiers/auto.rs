@@ -91,5 +91,5 @@ fn what_never_comes_back_is_not_written_over_what_does() {
     };
     let (auto, lru) = (run("auto"), run("lru-leaf"));
     assert!(auto.0 * 2 > auto.2, "{auto:?} and {lru:?}");
-    assert!(auto.1 * 5 < lru.1 * 3, "{auto:?} and {lru:?}");
+    assert!(auto.1 * 2 < lru.1, "{auto:?} and {lru:?}");
 }
