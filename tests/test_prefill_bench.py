@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from kvtier.bench.prefill import Point, Sweep, _ideal, interval, prefill_suite, sweep_chart
+from kvtier.cli import main
 from kvtier.integrations.reference import DictNamespace
 from kvtier.prefill import Event, PrefillEngine, layout_of
 from test_prefill import build, llama
@@ -41,6 +45,22 @@ def test_the_rows_compare_what_they_say(model: Any) -> None:
     svg = ElementTree.fromstring(sweep_chart(points, "a title"))
     text = " ".join(svg.itertext())
     assert all(name in text for name in ("load only", "compute only", "pipelined", "split", "ideal split", "a title"))
+
+
+def test_the_command_prints_the_ratios_and_draws_the_sweep(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.cli.model.fetch", lambda cache, _: cache)
+    monkeypatch.setattr("kvtier.cli.model.load", lambda _: (model, None))
+    monkeypatch.setattr("kvtier.bench.prefill.QUICK_SWEEP", TINY)
+    chart = tmp_path / "sweep.svg"
+    words = ["bench", "--suite", "prefill", "--quick", "--json", "--dir", str(tmp_path), "--chart", str(chart)]
+    done = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"ttft_pipelined", "ttft_split", "ttft_split_vs_better"} <= {row["name"] for row in rows}
+    assert all(row["ratio"] > 0 for row in rows)
+    assert "ideal split" in " ".join(ElementTree.parse(chart).getroot().itertext())
 
 
 def test_the_ideal_split_is_where_both_end_together(model: Any) -> None:
