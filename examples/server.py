@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import re
 import socket
 import threading
@@ -97,10 +98,12 @@ class Chat:
             try:
                 for line in self.answer(name, message, most):
                     tell(line)
-            except KvtierError as error:
-                tell(self._line({"error": str(error)}))
             except CancelledError:
                 tell(self._line({"error": "the server ends: ask again"}))
+            except Exception as error:
+                tell(self._line({"error": str(error)}))
+                if not isinstance(error, KvtierError):
+                    logging.exception("a turn failed")
             finally:
                 tell(None)
 
@@ -207,9 +210,10 @@ def create_app(
         try:
             body = await request.json()
             name, message, most = body["conversation"], body["message"], int(body.get("max_tokens", 128))
-        except (ValueError, KeyError, TypeError):
+            str.encode(message)  # JSON may escape half a character, which no tokenizer takes
+        except (ValueError, KeyError, TypeError, OverflowError):
             return JSONResponse({"error": "give JSON with conversation and message"}, 400)
-        if not isinstance(message, str) or not isinstance(name, str) or not NAME.fullmatch(name) or most < 1:
+        if not isinstance(name, str) or not NAME.fullmatch(name) or most < 1:
             return JSONResponse({"error": "conversation is 1 to 64 of A-Z a-z 0-9 _ -, message is text"}, 400)
         return StreamingResponse(chat.stream(name, message, most), media_type="application/x-ndjson")
 

@@ -160,13 +160,32 @@ def test_a_client_that_leaves_finds_the_answer_later(model: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "body", [b"{", b"[]", b"{}", b'{"conversation": "../a", "message": "x"}', b'{"conversation": "a", "message": 5}']
+    "body",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"conversation": "../a", "message": "x"}',
+        b'{"conversation": "a", "message": 5}',
+        b'{"conversation": "a", "message": "\\ud800"}',
+        b'{"conversation": "a", "message": "x", "max_tokens": Infinity}',
+    ],
 )
 def test_bad_requests_are_refused(model: Any, tmp_path: Path, body: bytes) -> None:
     with serving(model, tmp_path) as client:
         answer = client.post("/chat", content=body)
         assert answer.status_code == 400
         assert "error" in answer.json()
+
+
+def test_a_turn_that_fails_says_so(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(model, tmp_path) as client:
+        with monkeypatch.context() as broken:
+            broken.setattr(Letters, "encode", lambda *_: 1 / 0)
+            _, last = say(client, "a", "hello")
+        assert "division" in last["error"]
+        _, last = say(client, "a", "hello")
+        assert last["done"]
 
 
 def test_a_full_conversation_says_so(model: Any, tmp_path: Path) -> None:
