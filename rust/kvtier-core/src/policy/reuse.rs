@@ -25,8 +25,11 @@ const PRIOR: f32 = 100.0;
 const PRIOR_WIDE: f32 = 2.0;
 /// Chance that a block comes back within an interval of age, where nothing is known yet.
 const UNKNOWN: f32 = 0.02;
-/// Blocks that are followed at most: their numbers fit 16 bits.
-const FOLLOWED: usize = 0xFFFF;
+/// Blocks that are followed at most: their numbers fit 16 bits, and their table the processor's cache.
+const FOLLOWED: usize = 0x7FFF;
+/// What is followed reaches back so many times as far as blocks stay: of more blocks it is a sample, which
+/// costs less, and says as much, since the blocks of a request share their fate.
+const REACH: usize = 8;
 /// Uses between two halvings of all counts, so that what is new counts for more.
 const MEMORY: u64 = 1 << 18;
 /// Uses after which the worth of one class is computed anew.
@@ -260,8 +263,7 @@ impl Reuse {
             self.backs = (self.backs / 2.0).max(1.0);
             self.bursts = (self.bursts / 2.0).max(1.0);
         }
-        // What is followed must reach back further than blocks stay.
-        if held > self.most << self.sample {
+        if held * REACH > self.most << self.sample {
             self.sample += 1;
         }
         if now != self.now {
