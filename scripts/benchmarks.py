@@ -101,7 +101,8 @@ verifies a payload. What they do:
 
 - **arena + numpy copy**: one array on huge pages: no index, no eviction, nothing but the bytes.
 - **LMCache**: its `LocalCPUBackend` alone, without the engine around it: a dictionary under a lock, LRU that evicts on put, and lent
-  tensors, which are copied out with torch. A get notes no use.
+  tensors, which are copied out with torch on one thread (on two, torch's default here, gets came to 1.7 and 2.8 in
+  a run of their own). A get notes no use.
 - **Mooncake** (the wheel without CUDA): a master in a process of its own, which each call asks; over half of what this process
   works for it is on threads of its own, beside the caller. Emptied between laps of puts, so none evicts.
 - **lmdb**: a writable map in a file in memory, never synced; it lends memory, which is copied out. A put replaces a block, nothing
