@@ -18,7 +18,7 @@ F = np.float32
 AGES, GENERATIONS, GAPS = 40, 8, 8
 CLASSES = GENERATIONS * GAPS * 2
 TICK = 16  # uses in a tick
-REFRESH = 64  # uses after which the worth of one class is computed
+REFRESH = 16  # uses after which the worth of one class is computed
 UNKNOWN, PRIOR, PRIOR_WIDE = F(0.02), F(100), F(2)
 
 Cell = tuple[int, int]
@@ -99,6 +99,7 @@ class Reuse:
         self.last: Cell = (0, 0)
         self.backs, self.bursts = F(20), F(1)
         self.worths: dict[int, list[np.float32]] = {}
+        self.seen: set[int] = set()
         self.stale: set[int] = set()
         self.turn = 0
         self.touches = 0
@@ -117,15 +118,20 @@ class Reuse:
             self.came_back(before, now)
         self.uses[block.hash] = Use(now, block.class_())
         self.stale.add(block.class_())
+        if block.class_() not in self.seen:
+            self.seen.add(block.class_())
+            self.refresh(block.class_())
 
     def correct(self, block: Known) -> None:
         if block.hash in self.uses:
             self.uses[block.hash].class_ = block.class_()
+            self.seen.add(block.class_())
             self.stale.add(block.class_())
 
     def count(self, what: Counter[tuple[object, int]], class_: int, age: int) -> None:
         for who in (class_, ("wide", wide_of(class_)), "common"):
             what[who, age] += 1
+        self.stale.add(class_)
 
     def came_back(self, use: Use, now: int) -> None:
         age = age_of(now - use.at)
@@ -142,8 +148,11 @@ class Reuse:
             if class_ in self.stale:
                 self.stale.remove(class_)
                 self.turn = class_
-                self.worths[class_] = self.gittins(self.chances(class_))
+                self.refresh(class_)
                 return
+
+    def refresh(self, class_: int) -> None:
+        self.worths[class_] = self.gittins(self.chances(class_))
 
     def chances(self, class_: int) -> list[np.float32]:
         """Of coming back within each age: of the class, leaning on the wider ones."""
@@ -156,21 +165,20 @@ class Reuse:
         return out
 
     def gittins(self, chances: list[np.float32]) -> list[np.float32]:
-        """The best rate of hits for time, over all times that one might give a block of an age."""
-        worths = []
-        for age in range(AGES):
-            alive, hits, time, best = F(1), F(0), F(0), F(0)
-            for later in range(age, AGES):
-                back = chances[later]
-                hits += alive * back
-                time += alive * width_of(later) * (F(1) - back / F(2))
-                if hits > best * time:
-                    best = hits / time
-                alive *= F(1) - back
-                if alive < F(0.001):
-                    break
-            worths.append(best)
-        return worths
+        """The best rate of hits for time, over all times that one might give a block of an age: each age takes in what
+        comes after it as long as that is worth more.
+        """
+        worths: list[np.float32] = []
+        later: list[tuple[np.float32, np.float32, np.float32]] = []
+        for age in reversed(range(AGES)):
+            back = chances[age]
+            hits, time, alive = back, width_of(age) * (F(1) - back / F(2)), F(1) - back
+            while later and later[-1][0] / later[-1][1] > hits / time:
+                more, longer, left = later.pop()
+                hits, time, alive = hits + alive * more, time + alive * longer, alive * left
+            later.append((hits, time, alive))
+            worths.append(hits / time)
+        return worths[::-1]
 
     def worth(self, cell: Cell) -> np.float32:
         class_, age = cell
@@ -324,22 +332,16 @@ class Auto(Plain):
             self.queue.append(block)
 
     def grow_older(self) -> None:
-        """Once a tick: what is no longer young, and what is worth least by now, goes where it belongs."""
+        """Once a tick: what is no longer young, and a few of what grew older, goes where it belongs."""
         if self.looked == self.now:
             return
         self.looked = self.now
         self.grow_up()
-        if (cheapest := self.cheapest()) is None:
-            return
-        least = self.reuse.worth(cheapest)
         for _ in range(32):
             self.sweep = (self.sweep + 1) % CLASSES
             for cell in sorted(cell for cell in self.lists if cell[0] == self.sweep):
                 for _ in range(4):
-                    if cell not in self.lists:
-                        break
-                    there = self.cell(self.lists[cell][0])
-                    if there == cell or self.reuse.worth(there) > least:
+                    if cell not in self.lists or self.cell(self.lists[cell][0]) == cell:
                         break
                     self.place(self.lists[cell][0])
 

@@ -67,7 +67,7 @@ def test_the_reference_table_is_met_to_five_digits(real: dict[str, Trace], name:
             assert round(ratio, 5) == float(row[figure]), (policy, touch, blocks, figure)
 
 
-@pytest.mark.parametrize("name", [*FILES, "docqa", "agent", "popular"])
+@pytest.mark.parametrize("name", [*FILES, "docqa", "agent", "popular", "short"])
 def test_auto_is_never_far_below_the_best_classic_and_above_it_on_average(
     request: pytest.FixtureRequest, name: str
 ) -> None:
@@ -76,6 +76,8 @@ def test_auto_is_never_far_below_the_best_classic_and_above_it_on_average(
         trace = request.getfixturevalue("real")[name].part(0, Decimal("0.5"))
     elif name == "popular":
         trace = docqa(10_000, seed=6, documents=1500, zipf=0.8, document_blocks=12.0, questions=1.0)
+    elif name == "short":
+        trace = docqa(2000, seed=6, documents=1000, document_blocks=12.0, questions=1.0)
     else:
         trace = GENERATORS[name](seed=1)
     classics = ("lru-leaf", "arc-leaf", "gdsf-leaf", "s3-fifo", "s3-fifo-leaf")
@@ -85,9 +87,10 @@ def test_auto_is_never_far_below_the_best_classic_and_above_it_on_average(
         for tiers in ([blocks], [blocks // 5, blocks - blocks // 5]):
             best = max(trace.replay(policy, tiers).token_hit for policy in classics)
             gains[share, len(tiers)] = trace.replay("auto", tiers).token_hit - best
-    assert min(gains.values()) > -0.01, gains
+    # It begins knowing nothing.
+    assert min(gains.values()) > (-0.015 if name == "short" else -0.01), gains
     # Where popularity never changes, those that count are as good.
-    floor = -0.005 if name == "popular" else 0
+    floor = {"popular": -0.005, "short": -0.03}.get(name, 0)
     for tiers in (1, 2):
         assert sum(gain for (_, count), gain in gains.items() if count == tiers) > floor, gains
 

@@ -306,16 +306,13 @@ impl Lists {
         }
     }
 
-    /// Looks for blocks that are worth least by now, once a tick: at what is no longer young, and at the
-    /// oldest of each list of some classes. What grew older and is worth more can wait.
+    /// Moves blocks that grew older to the list of their age, once a tick: what is no longer young, and a few of
+    /// each list of some classes. (Those that are worth more than the least, too: it rises.)
     fn age(&mut self, learned: &Learned) {
         if std::mem::replace(&mut self.looked, learned.now()) == learned.now() {
             return;
         }
         self.grow_up(learned);
-        let Some((_, least)) = self.cheapest(learned) else {
-            return;
-        };
         for _ in 0..SWEPT {
             self.sweep = (self.sweep + 1) % CLASSES;
             let mut ages = self.classes[self.sweep].filled;
@@ -324,11 +321,7 @@ impl Lists {
                 ages &= ages - 1;
                 for _ in 0..MOVED {
                     let oldest = self.oldest(cell);
-                    if oldest == NIL {
-                        break;
-                    }
-                    let now = self.cell(learned, oldest);
-                    if now == cell || learned.worth(now) > least {
+                    if oldest == NIL || self.cell(learned, oldest) == cell {
                         break;
                     }
                     self.place(learned, oldest);

@@ -25,15 +25,14 @@ const PRIOR: f32 = 100.0;
 const PRIOR_WIDE: f32 = 2.0;
 /// Chance that a block comes back within an interval of age, where nothing is known yet.
 const UNKNOWN: f32 = 0.02;
-/// Blocks that are followed at most: their numbers fit 16 bits, and their table the processor's cache.
-const FOLLOWED: usize = 0x7FFF;
-/// What is followed reaches back so many times as far as blocks stay: of more blocks it is a sample, which
-/// costs less, and says as much, since the blocks of a request share their fate.
-const REACH: usize = 8;
+/// Blocks that are followed at most: their numbers fit 16 bits.
+const FOLLOWED: usize = 0xFFFF;
+/// What is followed reaches back so many times as far as blocks stay: of more blocks it is a sample.
+const REACH: usize = 2;
 /// Uses between two halvings of all counts, so that what is new counts for more.
 const MEMORY: u64 = 1 << 18;
 /// Uses after which the worth of one class is computed anew.
-const REFRESH: u64 = 64;
+const REFRESH: u64 = 16;
 const NIL: u16 = u16::MAX;
 
 /// The interval of an age in ticks.
@@ -148,6 +147,51 @@ impl Count {
     }
 }
 
+/// Intervals of age one after another, as a block sees them that reaches the first: the hits and the
+/// time in them to be expected, and the chance that it was not used until their end.
+#[derive(Clone, Copy, Debug, Default)]
+struct Stretch {
+    hits: f32,
+    time: f32,
+    alive: f32,
+}
+
+impl Stretch {
+    fn worth(self) -> f32 {
+        self.hits / self.time
+    }
+
+    fn extend(&mut self, later: Stretch) {
+        self.hits += self.alive * later.hits;
+        self.time += self.alive * later.time;
+        self.alive *= later.alive;
+    }
+}
+
+/// What a block of each age is worth, if these are the chances that it comes back in each interval: the best
+/// of hits for time over all ages at which one might stop keeping it.
+fn worths(chance: &[f32; AGES]) -> [f32; AGES] {
+    // From the last interval on: stretches for which a block is kept as a whole, those first that are
+    // worth most. An interval takes in the stretch after it where that is worth more.
+    let mut worths = [0.0; AGES];
+    let (mut stretches, mut len) = ([Stretch::default(); AGES], 0);
+    for (age, &back) in chance.iter().enumerate().rev() {
+        let mut stretch = Stretch {
+            hits: back,
+            time: WIDTHS[age] * (1.0 - back / 2.0),
+            alive: 1.0 - back,
+        };
+        while len > 0 && stretches[len - 1].worth() > stretch.worth() {
+            len -= 1;
+            stretch.extend(stretches[len]);
+        }
+        worths[age] = stretch.worth();
+        stretches[len] = stretch;
+        len += 1;
+    }
+    worths
+}
+
 /// What is known of a class.
 #[derive(Debug)]
 struct Class {
@@ -155,7 +199,7 @@ struct Class {
     worth: [f32; AGES],
     /// How often its worth was computed.
     version: u32,
-    /// Was it used since?
+    /// Was anything counted since?
     stale: bool,
 }
 
@@ -281,7 +325,11 @@ impl Reuse {
             }
             None => self.follow(hash),
         };
+        let is_new = self.classes[class].is_none();
         self.class(class as u8).stale = true;
+        if is_new {
+            self.refresh(class); // what wider ones tell is known already
+        }
         let used = &mut self.uses[place as usize];
         (used.at, used.class, used.reached) = (now, class as u8, 0);
         self.append(place);
@@ -400,6 +448,7 @@ impl Reuse {
     /// What counts blocks of this class at this age: by itself, and with wider ones.
     fn counts(&mut self, class: u8, age: usize) -> [&mut Count; 3] {
         let seen = self.classes[class as usize].get_or_insert_default();
+        seen.stale = true;
         [
             &mut seen.counts[age],
             &mut self.wide[wide_of(class.into()) * AGES + age],
@@ -460,25 +509,11 @@ impl Reuse {
             let wide = wide.chance(common, PRIOR_WIDE * burst);
             *chance = seen.counts[age].chance(wide, PRIOR * burst).min(0.99);
         }
-        for age in 0..AGES {
-            let (mut alive, mut hits, mut time, mut best) = (1f32, 0f32, 0f32, 0f32);
-            for (later, back) in chance.iter().enumerate().skip(age) {
-                hits += alive * back;
-                time += alive * WIDTHS[later] * (1.0 - back / 2.0);
-                if hits > best * time {
-                    best = hits / time;
-                }
-                alive *= 1.0 - back;
-                if alive < 0.001 {
-                    break;
-                }
-            }
-            seen.worth[age] = best;
-        }
+        seen.worth = worths(&chance);
         seen.version = seen.version.wrapping_add(1);
     }
 
-    /// Computes one class anew, if any was used.
+    /// Computes one class anew, if anything was counted.
     fn refresh_next(&mut self) {
         for _ in 0..CLASSES {
             self.turn = (self.turn + 1) % CLASSES;
@@ -496,5 +531,45 @@ impl Reuse {
             + self.wide.capacity() * size_of::<Count>()
             + self.classes.capacity() * size_of::<Option<Box<Class>>>()
             + self.seen * size_of::<Class>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// The worth of an age is the best ratio of all that one gets by trying each age to stop at.
+        #[test]
+        fn worth_is_the_best_of_all_ages_to_stop_at(chance in prop::array::uniform(0.0f32..0.99)) {
+            for (age, found) in worths(&chance).into_iter().enumerate() {
+                let (mut alive, mut hits, mut time, mut best) = (1f64, 0f64, 0f64, 0f64);
+                for (&back, &width) in chance.iter().zip(&WIDTHS).skip(age) {
+                    let (back, width) = (f64::from(back), f64::from(width));
+                    hits += alive * back;
+                    time += alive * width * (1.0 - back / 2.0);
+                    best = best.max(hits / time);
+                    alive *= 1.0 - back;
+                }
+                prop_assert!((f64::from(found) / best - 1.0).abs() < 1e-4, "{age}: {found} and {best}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_class_is_worth_what_wider_ones_tell_as_soon_as_a_block_is_of_it() {
+        let mut reuse = Reuse::new(1 << 12);
+        let (once, twice) = (class_of(1, 0, true), class_of(2, 0, true));
+        for now in 1..2000 {
+            reuse.touch(now % 7, once, now, 18);
+            reuse.touch(100 + now % 11, once, now, 18);
+        }
+        let (known, unseen) = (reuse.worth(once * AGES), UNSEEN[0]);
+        assert!(known > unseen * 1.5, "{known} of {unseen}");
+        reuse.touch(u32::MAX, twice, 2000, 18);
+        let new = reuse.worth(twice * AGES);
+        assert!(new > unseen * 1.5, "{new} of {unseen}");
     }
 }
