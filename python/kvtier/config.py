@@ -182,6 +182,8 @@ class Nvme:
     Args:
         path: a directory or block device, or several of them to stripe blocks over.
         size: the capacity of all paths together; see :func:`parse_size`. The files never grow past it.
+            A part of it describes the blocks, a block for every 16 KiB of the size: smaller ones cannot fill it (of
+            4 KiB, a quarter).
         engine: ``"io_uring"``, ``"threads"``, or ``"auto"`` (default): io_uring where a real read through it works,
             else threads.
         emulate_gbs: a rate limit in GB/s (1e9 bytes) for what-if runs; every output that used one says "emulated".
