@@ -79,7 +79,10 @@ def test_a_size_in_bytes_is_taken_as_it_is(size: int) -> None:
         (lambda: StoreConfig((Dram("1GiB"), Dram("1GiB"))), "at most one of each"),
         (lambda: StoreConfig((Nvme("a", "1GiB"), Dram("1GiB"))), "in the order Hbm, Dram, Cxl, Nvme"),
         (lambda: StoreConfig(("4GiB",)), "not a tier"),  # type: ignore[arg-type]
-        (lambda: StoreConfig(policy="mru"), "auto, .*, lru, .*, gdsf-leaf"),  # type: ignore[arg-type]
+        (lambda: StoreConfig(policy="mru"), "auto, .*, lru, .*, gdsf-leaf"),
+        (lambda: StoreConfig(policy="importance:-1"), "importance:SLOPE with a number of at least 0"),
+        (lambda: StoreConfig(policy="importance:"), "policy='importance:'"),
+        (lambda: StoreConfig(policy="lru:1"), "policy='lru:1'"),
         (lambda: StoreConfig(verify="yes"), "verify='yes'"),  # type: ignore[arg-type]
         (lambda: StoreConfig(watermarks=(0.8, 0.9)), "out of order"),
         (lambda: StoreConfig(watermarks=(1.1, 0.9)), "out of order"),

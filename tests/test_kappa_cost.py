@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier import Dram, Store
 from kvtier.errors import ConfigError
 from kvtier.kappa import (
     Experts,
@@ -21,6 +22,7 @@ from kvtier.kappa import (
     LinkSpec,
     ModelSpec,
     compute,
+    depth_slope,
     experts_touched,
     flops,
     kappa_crit,
@@ -402,3 +404,15 @@ def test_a_model_that_cannot_be_is_refused(changes: dict[str, object], message: 
         replace(base, **changes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="of count=2 experts"):
         Experts(2, 3, 4)
+
+
+def test_late_blocks_cost_more_by_the_attention_to_those_before() -> None:
+    model = ModelSpec.named("Llama-3.1-8B")
+    slope = depth_slope(model, 512)
+    # 4·layers·hidden·block_tokens of 2·n_active FLOPs a token, which are 7 billion without embeddings and head.
+    assert slope == pytest.approx(4 * 32 * 4096 * 512 / (2 * 6.98e9), rel=0.02)
+    tenth = flops(model, 9 * 512, 512, head=False).total / flops(model, 0, 512, head=False).total
+    assert tenth == pytest.approx(1 + 9 * slope)
+    with Store(Dram("4MiB"), policy=f"importance:{slope}") as store:
+        store.put(b"k" * 16, np.zeros(4096, np.uint8))
+        assert store.get(b"k" * 16) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,13 @@ BLOCKS = 40
 
 # Those that know chains themselves, and have no other form.
 IN_CHAINS: dict[str, Callable[[int], Plain]] = {"importance": Importance, "auto": Auto}
+
+
+class Steep(Importance):
+    """``importance:0.5``."""
+
+    SLOPE = np.float32(0.5)
+
 
 # A request uses a block, or a chain of them; or a block is removed by its owner; or gets a score; or it is pinned, or let go.
 STEPS = st.lists(
@@ -144,6 +152,7 @@ class Tier:
         *[pytest.param(name, PLAIN[name], False, id=name) for name in PLAIN],
         *[pytest.param(f"{name}-leaf", PLAIN[name], True, id=f"{name}-leaf") for name in PLAIN],
         *[pytest.param(name, IN_CHAINS[name], True, id=name) for name in IN_CHAINS],
+        pytest.param("importance:0.5", Steep, True, id="importance:0.5"),
     ],
 )
 @settings(max_examples=40)

@@ -97,6 +97,20 @@ def _choice(what: str, value: object, allowed: object) -> None:
         raise ConfigError(f"{what}={value!r} is not known; allowed are {', '.join(names)}")
 
 
+def check_policy(what: str, value: object, more: tuple[str, ...] = ()) -> None:
+    """Raise :class:`ConfigError` unless ``value`` names a policy, one of ``more``, or is ``importance:SLOPE``."""
+    names = (*get_args(Policy), *more)
+    base, mark, slope = value.partition(":") if isinstance(value, str) else ("", "", "")
+    try:
+        known = value in names or (base == "importance" and bool(mark) and 0 <= float(slope) < math.inf)
+    except ValueError:
+        known = False
+    if not known:
+        raise ConfigError(
+            f"{what}={value!r} is not known; allowed are {', '.join(names)}, and importance:SLOPE with a number of at least 0"
+        )
+
+
 def _flag(what: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{what}={value!r} is not a switch; allowed are true and false")
@@ -268,7 +282,8 @@ class StoreConfig:
     Args:
         tiers: fastest first; at most one of each kind. None gives one :class:`Dram` of :func:`default_dram` bytes.
         policy: which block leaves first (docs/POLICIES.md); always in chain order, so that the last block of a chain
-            goes before the others, whether or not the name says ``-leaf``. Default ``"auto"``.
+            goes before the others, whether or not the name says ``-leaf``. Default ``"auto"``. ``"importance:SLOPE"``
+            says what each block before one adds to the cost of computing it; see :func:`kvtier.kappa.depth_slope`.
         verify: whether every read checks the checksums made at put (default). Without, a broken disk may go unnoticed.
         watermarks: ``(high, low)`` shares of a tier's capacity: above the first the mover starts to demote, down to
             the second. Over NVMe it also keeps 16 MiB free or on their way down, at most a sixteenth of the tier, so that
@@ -280,7 +295,7 @@ class StoreConfig:
     """
 
     tiers: tuple[Tier, ...] = ()
-    policy: Policy = "auto"
+    policy: Policy | str = "auto"
     verify: bool = True
     watermarks: tuple[float, float] = (0.98, 0.95)
     write_budget: Size | None = None
@@ -300,7 +315,7 @@ class StoreConfig:
                 f"the tiers are {given}; allowed is at most one of each, in the order Hbm, Dram, Cxl, Nvme (an Nvme takes "
                 "several paths)"
             )
-        _choice("policy", self.policy, Policy)
+        check_policy("policy", self.policy)
         _flag("verify", self.verify)
         marks = self.watermarks
         if not isinstance(marks, tuple | list) or len(marks) != 2 or not all(isinstance(m, int | float) for m in marks):

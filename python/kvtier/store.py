@@ -52,7 +52,7 @@ class Store(Namespace):
     def __init__(
         self,
         *tiers: Tier,
-        policy: Policy = "auto",
+        policy: Policy | str = "auto",
         verify: bool = True,
         watermarks: tuple[float, float] = StoreConfig.watermarks,
         write_budget: Size | None = None,

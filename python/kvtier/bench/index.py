@@ -9,7 +9,7 @@ from pathlib import Path
 from kvtier.bench.figures import Row, measured
 from kvtier.bench.memory import Keys, chunks, huge_buffer
 from kvtier.bench.plan import Plan
-from kvtier.config import Dram, Nvme, Policy, StoreConfig
+from kvtier.config import Dram, Nvme, StoreConfig
 from kvtier.errors import KvtierError
 from kvtier.layout import KVLayout
 from kvtier.store import Store
@@ -19,7 +19,7 @@ __all__ = ["index_size", "lookups", "restart"]
 _WAIT = 120.0
 _PAGE = 4096
 _CHAIN = 64  # blocks of one prompt
-_LEAN: Policy = "lru-leaf"  # keeps least of a block
+_LEAN = "lru-leaf"  # keeps least of a block
 
 
 def lookups(plan: Plan) -> Iterator[Row]:
@@ -95,8 +95,8 @@ def restart(plan: Plan, directory: Path) -> Iterator[Row]:
             if not all(result.stored for result in results):
                 raise KvtierError("a block was not stored")
         store.flush(timeout=_WAIT)
-    times: dict[Policy, list[float]] = {_LEAN: [], StoreConfig.policy: []}
-    sizes: dict[Policy, list[float]] = {_LEAN: [], StoreConfig.policy: []}
+    times: dict[str, list[float]] = {_LEAN: [], StoreConfig.policy: []}
+    sizes: dict[str, list[float]] = {_LEAN: [], StoreConfig.policy: []}
     for policy in max(3, plan.pairs // 3) * [*times]:
         begun = time.perf_counter()
         with Store(*tiers, policy=policy) as store:

@@ -17,10 +17,11 @@ from rich.table import Table
 from kvtier import kappa
 from kvtier.cli.options import NewFile
 from kvtier.cli.output import console, emit, json_option, write
+from kvtier.config import check_policy
 from kvtier.errors import ConfigError
 from kvtier.traces import GENERATORS, Trace, read
 from kvtier.traces.plot import Point, draw
-from kvtier.traces.trace import POLICIES, Outcome
+from kvtier.traces.trace import OFFLINE, POLICIES, Outcome
 
 __all__ = ["replay"]
 
@@ -78,7 +79,9 @@ def replay(
     A TRACE is a file (JSON Lines with hash_ids or runs, or a CSV of lengths; gzipped or not), or synthetic:chat,
     synthetic:docqa or synthetic:agent. min and min-bypass know the future: the ceiling.
     """
-    names = list(POLICIES) if policy == "all" else _names("--policy", policy, POLICIES)
+    names = list(POLICIES) if policy == "all" else [name.strip().lower() for name in policy.split(",")]
+    for name in names:
+        check_policy("--policy", name, OFFLINE)
     touches = _names("--touch", touch, ("fwd", "rev"))
     shares = [_decimal("--capacity", text) for text in capacity.split(",")]
     lower = [_decimal("--below", text) for text in below.split(",")] if below else []

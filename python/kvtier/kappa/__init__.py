@@ -10,7 +10,7 @@ again. NumPy only; ``docs/KAPPA.md`` explains it from zero.
 """
 
 from kvtier.kappa.catalog import Catalog, catalog
-from kvtier.kappa.cost import Flops, experts_touched, flops, kv_bytes, pairs, weight_bytes
+from kvtier.kappa.cost import Flops, depth_slope, experts_touched, flops, kv_bytes, pairs, weight_bytes
 from kvtier.kappa.decide import Decision, Request, Residency, decide
 from kvtier.kappa.hardware import HardwareSpec, LinkSpec
 from kvtier.kappa.kvformat import KVFormat
@@ -62,6 +62,7 @@ __all__ = [
     "catalog",
     "compute",
     "decide",
+    "depth_slope",
     "experts_touched",
     "flops",
     "kappa_crit",

@@ -14,7 +14,17 @@ import numpy as np
 from kvtier.kappa.model import LayerKind, ModelSpec
 from kvtier.kappa.number import clip, larger, scalar, smaller, tokens
 
-__all__ = ["Flops", "Form", "experts_touched", "flops", "kv_bytes", "pair_flops", "pairs", "weight_bytes"]
+__all__ = [
+    "Flops",
+    "Form",
+    "depth_slope",
+    "experts_touched",
+    "flops",
+    "kv_bytes",
+    "pair_flops",
+    "pairs",
+    "weight_bytes",
+]
 
 Form = Literal["heads", "absorbed", "decompressed"]
 
@@ -135,6 +145,25 @@ def flops(model: ModelSpec, cached: Any, new: Any, *, head: bool = True) -> Flop
         head=2 * model.head_params * smaller(new, 1) if head else 0 * new,
         absorbed=absorbed,
     )
+
+
+def depth_slope(model: ModelSpec, block_tokens: int) -> float:
+    """What each block before it adds to the operations of computing a block, as a share of those of a chain's first.
+
+    ``Store(policy=f"importance:{depth_slope(model, block_tokens)}")`` weighs blocks by it; of blocks of 512 tokens of
+    Llama-3.1-8B it is about 1/60, which ``"importance"`` alone takes.
+
+    Args:
+        model: the model.
+        block_tokens: tokens of a block.
+
+    Raises:
+        ConfigError: for what is no number of tokens.
+
+    Source: :func:`flops`, without the head.
+    """
+    first, second = (flops(model, cached, block_tokens, head=False).total for cached in (0, block_tokens))
+    return float(second / first - 1)
 
 
 def layer_flops(model: ModelSpec, kind: LayerKind, cached: Any, new: Any, absorbed: Any) -> Any:

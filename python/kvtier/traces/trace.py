@@ -10,6 +10,7 @@ from decimal import Decimal
 from itertools import islice
 
 from kvtier import _kvtier
+from kvtier.config import check_policy
 from kvtier.errors import ConfigError
 
 __all__ = ["OFFLINE", "POLICIES", "Outcome", "Trace"]
@@ -166,7 +167,7 @@ class Trace:
         """Replay it against one policy in one tier, or in several. Blocks until it is done; holds the interpreter only to report.
 
         Args:
-            policy: one of :data:`POLICIES`.
+            policy: one of :data:`POLICIES`, or ``importance:SLOPE``.
             capacity: blocks that the tier holds; or of several tiers, the fastest first: what leaves one is offered to the
                 next, and a hit brings a block up. ``min`` sees them as one.
             touch: ``"rev"``: a request uses its chain from the tail to the head, as the store does; ``"fwd"``: from the
@@ -177,8 +178,7 @@ class Trace:
         Raises:
             ConfigError: for an unknown policy or touch.
         """
-        if policy not in POLICIES:
-            raise ConfigError(f"policy {policy!r} was given; choose one of {', '.join(POLICIES)}")
+        check_policy("policy", policy, OFFLINE)
         if touch not in ("fwd", "rev"):
             raise ConfigError(f"touch {touch!r} was given; allowed are fwd and rev")
         capacities = [capacity] if isinstance(capacity, int) else list(capacity)

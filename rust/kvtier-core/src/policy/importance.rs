@@ -5,11 +5,10 @@ use super::queue::Queue;
 use super::{Handle, Meta, Policy, forward_to_queue};
 use crate::index::grow;
 
-/// What each block before it adds to the time of computing a block, whose linear layers take 1: only
-/// the ratio matters to an order. Of an 8-billion-parameter model with blocks of 512 tokens:
-/// attention to the preceding tokens costs as much as everything else at about 60 blocks
-/// (2·n_active = 4·layers·hidden·context FLOPs a token, with 32 layers of 4,096).
-const SLOPE: f32 = 1.0 / 60.0;
+/// What each block before it adds to the time of computing a block, in an 8-billion-parameter model with
+/// blocks of 512 tokens: attention to the preceding tokens costs as much as everything else at about 60
+/// blocks (2·n_active = 4·layers·hidden·context FLOPs a token, with 32 layers of 4,096).
+pub const SLOPE: f32 = 1.0 / 60.0;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Weight {
@@ -22,8 +21,9 @@ struct Weight {
 ///
 /// Recency is Greedy-Dual's: at each use a block gets its value on top of an [`Age`]. Blocks without
 /// a score count as the mean of those that have one.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Importance {
+    slope: f32,
     queue: Queue<u64>,
     weights: Vec<Weight>,
     scores: f64,
@@ -32,6 +32,19 @@ pub struct Importance {
 }
 
 impl Importance {
+    /// To compute a block takes 1, and `slope` more for each block before it: only the ratio matters to an
+    /// order.
+    pub fn new(slope: f32) -> Self {
+        Importance {
+            slope,
+            queue: Queue::default(),
+            weights: Vec::new(),
+            scores: 0.0,
+            scored: 0.0,
+            age: Age::default(),
+        }
+    }
+
     fn place(&mut self, block: Handle) {
         let weight = self.weights[block as usize];
         let mean = if self.scored > 0.0 {
@@ -43,7 +56,7 @@ impl Importance {
             score if score > 0.0 => score / mean,
             _ => 1.0,
         };
-        let seconds = 1.0 + SLOPE * weight.depth as f32;
+        let seconds = 1.0 + self.slope * weight.depth as f32;
         let value = mass * f64::from(seconds) / f64::from(weight.pages.max(1));
         self.age.place(&mut self.queue, block, value);
     }

@@ -164,7 +164,16 @@ pub const NAMES: [&str; 20] = [
 ];
 
 /// These know chains themselves, and there is no other form of them.
-const ALWAYS_IN_CHAINS: [&str; 2] = ["auto", "importance"];
+const ALWAYS_IN_CHAINS: [&str; 2] = ["auto", IMPORTANCE];
+const IMPORTANCE: &str = "importance";
+
+/// Of `importance:SLOPE`, what each block before one adds to what it costs to compute it.
+fn parameter(name: &str) -> Option<Result<f32>> {
+    let slope = name.strip_prefix(IMPORTANCE)?.strip_prefix(':')?;
+    let slope = slope.parse().ok();
+    let slope = slope.filter(|slope: &f32| slope.is_finite() && *slope >= 0.0);
+    Some(slope.ok_or_else(|| unknown(name)))
+}
 
 /// The policy of that name, for a tier of `pages` pages.
 pub fn by_name(name: &str, pages: u64) -> Result<Box<dyn Policy>> {
@@ -188,7 +197,7 @@ fn unknown(name: &str) -> Error {
     Error::new(
         Kind::Config,
         format!(
-            "policy {name:?} was given; choose one of {}",
+            "policy {name:?} was given; choose one of {}, or importance:SLOPE with a number of at least 0",
             NAMES.join(", ")
         ),
     )
@@ -208,9 +217,13 @@ fn build(
             Box::new(policy)
         }
     }
-    let base = match name.strip_suffix("-leaf") {
+    let (plain, slope) = match parameter(name) {
+        Some(slope) => (IMPORTANCE, slope?),
+        None => (name, importance::SLOPE),
+    };
+    let base = match plain.strip_suffix("-leaf") {
         Some(base) if !ALWAYS_IN_CHAINS.contains(&base) => base,
-        _ => name,
+        _ => plain,
     };
     let each = |make: &dyn Fn(u64) -> Box<dyn Policy>| pages.iter().map(|&n| make(n)).collect();
     Ok(match base {
@@ -222,7 +235,7 @@ fn build(
         "s3-fifo" => each(&|pages| either(S3Fifo::new(pages), leaf)),
         "arc" => each(&|_| either(Arc::default(), leaf)),
         "w-tinylfu" => each(&|pages| either(WTinyLfu::new(pages), leaf)),
-        "importance" => each(&|_| either(Importance::default(), leaf)),
+        IMPORTANCE => each(&|_| either(Importance::new(slope), leaf)),
         "gdsf" => each(&|_| either(Gdsf::default(), leaf)),
         "auto" => {
             let policies = Auto::of_tiers(pages.len(), hbm, memory).into_iter();
@@ -234,7 +247,7 @@ fn build(
 
 /// Does the policy of that name let a block leave only after its children?
 pub fn keeps_chains(name: &str) -> bool {
-    name.ends_with("-leaf") || ALWAYS_IN_CHAINS.contains(&name)
+    name.ends_with("-leaf") || ALWAYS_IN_CHAINS.contains(&name) || parameter(name).is_some()
 }
 
 #[cfg(test)]

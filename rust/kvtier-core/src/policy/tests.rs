@@ -99,6 +99,13 @@ fn importance_keeps_what_is_attended_to_and_what_is_dear_to_compute() {
     }
     policy.on_insert(100, &meta(None));
     assert_eq!(victims(&mut *policy, 1), [100]);
+    // How much dearer is a parameter; at 0 the oldest leaf leaves.
+    let mut policy = by_name("importance:0", 200).unwrap();
+    for h in 0..100 {
+        policy.on_insert(h, &meta(h.checked_sub(1)));
+    }
+    policy.on_insert(100, &meta(None));
+    assert_eq!(victims(&mut *policy, 1), [99]);
 }
 
 /// As a store does that finds every block leased: each is named once, whatever the policy and however often
@@ -248,6 +255,17 @@ fn auto_keeps_what_is_newest_where_nothing_ever_came_back() {
 fn unknown_names_say_what_is_allowed() {
     let error = by_name("mru", 10).err().unwrap();
     assert!(error.to_string().contains("lru-leaf"));
+    for name in [
+        "importance:",
+        "importance:-1",
+        "importance:inf",
+        "importance:x",
+        "lru:1",
+        "auto:1",
+    ] {
+        let error = by_name(name, 10).err().expect(name);
+        assert!(error.to_string().contains(name), "{error}");
+    }
 }
 
 #[derive(Clone, Debug)]
