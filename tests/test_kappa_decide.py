@@ -41,7 +41,7 @@ def remaining(machine: Measured, sizes: dict[str, float], cached: int, s: int) -
     return load(parts, concurrent=machine.concurrent, shared_rate=machine.shared_bytes_per_s).total
 
 
-def best_of_all(machine: Measured, cached: int, new: int, sizes: dict[str, float], step: int) -> float:
+def best_of_all(machine: Measured, cached: int, new: int, sizes: dict[str, float], step: int, groups: int = 1) -> float:
     """The least TTFT over every choice, from the vectorised formulas."""
     model, gpu = machine.model, machine.hardware
     after = float(compute(model, gpu, cached, new).total) + machine.pass_s
@@ -49,7 +49,8 @@ def best_of_all(machine: Measured, cached: int, new: int, sizes: dict[str, float
     times = [float(compute(model, gpu, 0, cached + new).total) + machine.pass_s]
     for s in range(0, cached, step):
         front = float(compute(model, gpu, 0, s, head=False).total) + machine.pass_s if s else 0.0
-        times.append(max(front, machine.hit_s + latency + remaining(machine, sizes, cached, s)) + after)
+        loaded = machine.hit_s + latency + remaining(machine, sizes, cached, s)
+        times.append(max(front + after, loaded + after / groups))
     return min(times)
 
 
@@ -64,6 +65,7 @@ def best_of_all(machine: Measured, cached: int, new: int, sizes: dict[str, float
     st.none() | st.sampled_from([2e10, 1e12]),
     st.sampled_from([1e12, 1e13, 4e14]),
     st.sampled_from([1.0, 0.2, 0.05]),
+    st.sampled_from([1, 2, 30]),
 )
 def test_the_decision_is_the_best_of_all(
     name: str,
@@ -75,13 +77,14 @@ def test_the_decision_is_the_best_of_all(
     shared: float | None,
     rate: float,
     slow: float,
+    groups: int,
 ) -> None:
     tiers = (MeasuredTier("dram", 50e9 * slow), MeasuredTier("nvme", 6.5e9 * slow, latency_s=1e-4))
     machine = measured(name, concurrent=concurrent, shared_bytes_per_s=shared, flops_per_s=rate, tiers=tiers)
     size = float(kv_bytes(machine.model, cached)) or 1.0
     sizes = {"dram": size * front, "nvme": size * (1 - front)}
-    found = decide(Request(cached, new), Residency(sizes), machine, granularity=step)
-    assert found.predicted_s == pytest.approx(best_of_all(machine, cached, new, sizes, step), rel=1e-9)
+    found = decide(Request(cached, new), Residency(sizes), machine, granularity=step, groups=groups)
+    assert found.predicted_s == pytest.approx(best_of_all(machine, cached, new, sizes, step, groups), rel=1e-9)
     assert found.predicted_s == min(found.load_s, found.recompute_s, found.split_s)
     assert (found.action, found.split_at) in {
         ("load", 0),
@@ -182,6 +185,7 @@ def test_more_bandwidth_never_lengthens_it() -> None:
         ),
         (lambda: decide(Request(5, 1), Residency(), measured()), "no bytes for 5 cached tokens"),
         (lambda: decide(Request(5, 1), Residency({"dram": 5}), measured(), granularity=0), "granularity=0"),
+        (lambda: decide(Request(5, 1), Residency({"dram": 5}), measured(), groups=0), "groups=0"),
         (lambda: measured(tiers=()), "tiers are none"),
         (lambda: measured(tiers=(MeasuredTier("dram", 1),) * 2), "each kind once"),
         (lambda: measured(date="yesterday"), "YYYY-MM-DD"),

@@ -22,6 +22,7 @@ from kvtier import Cxl, Dram, Nvme, Store
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.integrations.reference import DictNamespace
 from kvtier.integrations.tensors import BlockBuffer
+from kvtier.kappa import Request, Residency, decide
 from kvtier.prefill import Prefill, PrefillEngine, forward, layout_of, namespace
 from kvtier.prefill.loading import layer_groups
 from kvtier.prefill.plan import Meter, plan
@@ -553,6 +554,29 @@ def test_the_plan_is_the_best_of_all(model: Any, rate: float, front: int | None)
     assert best * (1 - 1e-9) <= chosen.predicted["ttft_s"] <= best / (1 - 0.02) ** 4
     assert chosen.predicted["ttft_s"] == pytest.approx(ttft(chosen.front // CHUNK))
     assert chosen.action == {0: "load", 128: "recompute"}.get(chosen.front, "split")
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("new", [10, CHUNK + 10])
+@pytest.mark.parametrize("rate", [1e2, 1e4, 2e4, 1e5, 1e7])
+@pytest.mark.parametrize("below", [0, 3, 8])
+def test_the_plan_is_what_the_cost_model_decides(model: Any, below: int, rate: float, new: int, groups: int) -> None:
+    meter = Meter(model, CHUNK)
+    meter.computed([(0, CHUNK, 1.0), (64, CHUNK, 1.2), (64, 4, 0.2)])
+    meter.loaded({"dram": int(rate), "nvme": int(rate / 3)}, {"dram": 1.0, "nvme": 1.0})
+    measured = meter.measured()
+    assert measured is not None
+    tiers = ["dram"] * (8 - below) + ["nvme"] * below
+    residency = Residency({tier: 10_000.0 * tiers.count(tier) for tier in dict.fromkeys(tiers)})
+    decided = decide(Request(128, new), residency, measured, granularity=CHUNK, groups=groups)
+    ttft = [
+        plan(128, new, tiers, [10_000] * 8, CHUNK, groups, measured, at).predicted["ttft_s"]
+        for at in range(0, 128, CHUNK)
+    ]
+    assert decided.load_s == pytest.approx(ttft[0])
+    assert min(decided.load_s, decided.split_s) == pytest.approx(min(ttft))
+    if decided.action == "split":
+        assert decided.predicted_s == pytest.approx(ttft[decided.split_at // CHUNK])
 
 
 def test_the_timeline_is_a_picture_too(model: Any, stored: DictNamespace, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Decision(NamedTuple):
     why: str
     """One line for people."""
     load_s: float
-    """The TTFT by loading all (serial: load, then compute)."""
+    """The TTFT by loading all."""
     recompute_s: float
     """The TTFT by computing all in one pass."""
     split_s: float
@@ -87,7 +87,13 @@ class _Line(NamedTuple):
 
 
 def decide(
-    request: Request, residency: Residency, measured: Measured, *, granularity: int = 1, margin: float = 0.0
+    request: Request,
+    residency: Residency,
+    measured: Measured,
+    *,
+    granularity: int = 1,
+    margin: float = 0.0,
+    groups: int = 1,
 ) -> Decision:
     """The fastest way to the first token.
 
@@ -97,15 +103,19 @@ def decide(
         measured: the machine and the model; see :meth:`Measured.from_toml`. Keep it: what it derives is kept with it.
         granularity: a split is a multiple of so many tokens, ``block_tokens`` for a store. Default 1.
         margin: the share of the better of load and recompute by which a split must be faster. Default 0.
+        groups: in how many steps the layers load while the first pass of new tokens is computed, layers that are
+            there first: only its last step waits for the last of them (:func:`kvtier.kappa.pipelined`). Default 1:
+            first all is loaded, then computed.
 
     Returns:
         The decision. Takes about ten microseconds, and does not block.
 
     Raises:
-        ConfigError: for a tier that was not measured, cached tokens without bytes, or a bad granularity.
+        ConfigError: for a tier that was not measured, cached tokens without bytes, or bad granularity or groups.
 
-    Source: serial TTFT, and the split of Jin et al. (ICML 2025), see :mod:`kvtier.kappa.ttft`; here solved directly, for
-    the load is a few straight lines and the computation a parabola over a floor.
+    Source: TTFT as in :mod:`kvtier.kappa.ttft`, and the split of Jin et al. (ICML 2025); here solved directly, for
+    the load is a few straight lines and the computation a parabola over a floor. The prefill engine decides by the
+    same rule, block by block.
     """
     cached, new, prefill = request.cached, request.new, measured.prefill
     recompute = prefill.last(0, cached + new)
@@ -113,21 +123,26 @@ def decide(
         return Decision("recompute", 0, recompute, f"nothing is cached{measured.mark}", math.inf, recompute, math.inf)
     if type(granularity) is not int or granularity < 1:
         whole("granularity", granularity)
+    whole("groups", groups)
     lines, size, first = _lines(cached, residency.bytes, measured)
     after = prefill.last(cached, new)
     full = _remaining(lines, 0, measured.concurrent)
     fixed = measured.hit_s + first
-    load = fixed + full + after
-    s, both = _best(prefill, lines, cached, granularity, measured.concurrent, fixed)
+    loading = fixed + full
+    if groups > 1:
+        chunk = prefill.chunk if isinstance(prefill, Passes) else new
+        fixed -= prefill.last(cached, min(new, chunk)) * (1 - 1 / groups)  # what hides behind the computation
+    load = max(fixed + full, 0.0) + after
+    s, both = _best(prefill, lines, cached, granularity, measured.concurrent, fixed) if load > after else (0, math.inf)
     split = both + after if 0 < s < cached else math.inf
     better = min(load, recompute)
     if split < better * (1 - margin):
         why = f"computing {s} of {cached} cached tokens while the rest loads: {split:.4g} s, {better:.4g} s otherwise{measured.mark}"
         return Decision("split", s, split, why, load, recompute, split)
     if load <= recompute:
-        why = f"loading {size / 1e6:.4g} MB takes {fixed + full:.4g} s, computing {cached} tokens again {recompute - after:.4g} s{measured.mark}"
+        why = f"loading {size / 1e6:.4g} MB takes {loading:.4g} s, computing {cached} tokens again {recompute - after:.4g} s{measured.mark}"
         return Decision("load", 0, load, why, load, recompute, split)
-    why = f"computing {cached} tokens again takes {recompute - after:.4g} s, loading {size / 1e6:.4g} MB {fixed + full:.4g} s{measured.mark}"
+    why = f"computing {cached} tokens again takes {recompute - after:.4g} s, loading {size / 1e6:.4g} MB {loading:.4g} s{measured.mark}"
     return Decision("recompute", cached, recompute, why, load, recompute, split)
 
 
