@@ -24,14 +24,14 @@ LEARNT = b"".join(TEXT[at + CACHED + NEW : at + PART] for at in range(0, len(TEX
 """Four excerpts, and what it learns: the text without them."""
 
 BOUNDS = {
-    "int8": (4e-6, 0.99),
-    "int8_token": (4e-6, 0.99),
+    "int8": (2e-6, 0.99),
+    "int8_token": (2e-6, 0.99),
     "fp8_e4m3": (1.2e-4, 0.985),
-    "fp8_e5m2": (5e-4, 0.97),
-    "int4": (5e-4, 0.97),
+    "fp8_e5m2": (2.5e-4, 0.97),
+    "int4": (2.5e-4, 0.97),
 }
-"""The largest KL divergence of the next byte's distribution, in nats, about five times what was measured, and the smallest share of
-equal likeliest bytes. A small model leans less on what it has read than a large one, whose bounds ``benches/quality.py`` has.
+"""The largest KL divergence of the next byte's distribution, in nats, about three times what was measured or more, and the smallest
+share of equal likeliest bytes. The text, and so the model, is another in each version of Python: two were measured. A small model leans less on what it has read than a large one, whose bounds ``benches/quality.py`` has.
 """
 
 
@@ -116,13 +116,11 @@ def test_a_lossy_codec_keeps_within_its_bounds(
     assert torch.equal(through(model, f"{codec}+zstd", tmp_path / "packed"), found)
 
 
-@pytest.mark.parametrize("error", [0.05, 0.4])
+@pytest.mark.parametrize("error", [0.02, 0.2])
 def test_what_is_off_by_more_than_a_codec_is_out_of_its_bounds(
     model: Any, exact: tuple[torch.Tensor, DictNamespace], error: float
 ) -> None:
-    """KV with noise in it: 5 % for the bounds of int8, 40 % for all. (The text, and so the model, is another in each version
-    of Python: with half of that noise one of them came near a bound.)
-    """
+    """KV with noise in it: 2 % for the bounds of int8, 20 % for all."""
     told_exactly, blocks = exact
     random = np.random.default_rng(2)
     noisy = DictNamespace(blocks.layout)
@@ -132,4 +130,4 @@ def test_what_is_off_by_more_than_a_codec_is_out_of_its_bounds(
         noisy.blocks[key] = (values + noise).astype(np.float32).tobytes()
     quality = compared(told_exactly, told(model, noisy)[0])
     missed = {codec for codec, bounds in BOUNDS.items() if not quality.within(bounds)}
-    assert missed >= ({"int8", "int8_token"} if error < 0.4 else set(BOUNDS)), quality
+    assert missed >= ({"int8", "int8_token"} if error < 0.2 else set(BOUNDS)), quality
