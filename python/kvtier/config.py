@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
+from kvtier import _kvtier
 from kvtier._kvtier import show_bytes
 from kvtier.errors import ConfigError, UnsupportedError
 from kvtier.machine import usable_memory
@@ -99,16 +100,15 @@ def _choice(what: str, value: object, allowed: object) -> None:
 
 def check_policy(what: str, value: object, more: tuple[str, ...] = ()) -> None:
     """Raise :class:`ConfigError` unless ``value`` names a policy, one of ``more``, or is ``importance:SLOPE``."""
-    names = (*get_args(Policy), *more)
-    base, mark, slope = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if value in more:
+        return
     try:
-        known = value in names or (base == "importance" and bool(mark) and 0 <= float(slope) < math.inf)
-    except ValueError:
-        known = False
-    if not known:
+        _kvtier.Policy(value, 1)  # type: ignore[arg-type]
+    except (TypeError, ConfigError):
+        names = (*_kvtier.POLICIES, *more)
         raise ConfigError(
             f"{what}={value!r} is not known; allowed are {', '.join(names)}, and importance:SLOPE with a number of at least 0"
-        )
+        ) from None
 
 
 def _flag(what: str, value: object) -> None:
