@@ -369,7 +369,10 @@ impl Lists {
         let mut moved = false;
         for class in bits(self.filled) {
             for _ in 0..MOVED {
-                moved |= self.grow(learned, class);
+                if !self.grow(learned, class) {
+                    break;
+                }
+                moved = true;
             }
         }
         moved

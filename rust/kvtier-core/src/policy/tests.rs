@@ -153,14 +153,20 @@ fn a_victim_is_named_however_many_came_before_the_first_search() {
     }
 }
 
+/// The policy of that name over a hundred roots.
+fn over_roots(name: &str) -> Box<dyn Policy> {
+    let mut policy = by_name(name, 200).unwrap();
+    for h in 0..100 {
+        policy.on_insert(h, &meta(None));
+    }
+    policy
+}
+
 /// A parent is passed while its child arrives, and is a leaf again when that child has left.
 #[test]
 fn a_passed_block_may_be_named_as_soon_as_it_was_held_and_let_go() {
     for name in NAMES {
-        let mut policy = by_name(name, 200).unwrap();
-        for h in 0..100 {
-            policy.on_insert(h, &meta(None));
-        }
+        let mut policy = over_roots(name);
         assert_eq!(policy.victim(&mut |_| false), None, "{name}");
         policy.on_insert(100, &meta(None)); // something that no search has passed yet
         policy.hold(99, true);
@@ -175,10 +181,7 @@ fn a_passed_block_may_be_named_as_soon_as_it_was_held_and_let_go() {
 #[test]
 fn a_victim_is_found_behind_others_that_were_used_and_may_not_leave() {
     for name in NAMES {
-        let mut policy = by_name(name, 200).unwrap();
-        for h in 0..100 {
-            policy.on_insert(h, &meta(None));
-        }
+        let mut policy = over_roots(name);
         let mut named = Vec::new();
         policy.victims(1, &mut |_| false, &mut named);
         assert!(named.is_empty(), "{name}");
