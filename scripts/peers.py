@@ -31,7 +31,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtier import Dram, Store, __version__, _kvtier
+from kvtier import Store, __version__, _kvtier
+from kvtier.bench.dram import room_for
 from kvtier.bench.figures import Pair, alternate, compared
 from kvtier.bench.memory import Bytes, chunks, huge_buffer, random_buffer, split
 
@@ -98,8 +99,7 @@ class Kvtier(Peer):
 
     def __init__(self, source: Bytes, target: Bytes, stack: contextlib.ExitStack) -> None:
         super().__init__(source, target, stack)
-        # As `kvtier bench`: the data at the low watermark, and the index.
-        self.store = stack.enter_context(Store(Dram(int(source.size / 0.94) + source.size // 64 + (8 << 20))))
+        self.store = stack.enter_context(Store(room_for(source.size)))
         self.store.prefaulted(timeout=120)
 
     def get(self, key: bytes, out: Bytes) -> None:

@@ -13,10 +13,15 @@ from kvtier.config import Dram
 from kvtier.errors import KvtierError
 from kvtier.store import Store
 
-__all__ = ["MemoryBench"]
+__all__ = ["MemoryBench", "room_for"]
 
 _BOUND = "libc memcpy, 1 thread, huge pages"
 _SLACK = 8 << 20  # the index, and what the store keeps free
+
+
+def room_for(size: int) -> Dram:
+    """A tier with room for so many bytes of blocks at the low watermark, and for the index of the smallest blocks."""
+    return Dram(int(size / 0.94) + size // 64 + _SLACK)
 
 
 class MemoryBench:
@@ -27,8 +32,7 @@ class MemoryBench:
         self.keys = Keys()
         self.source = random_buffer(plan.region)
         self.target = huge_buffer(plan.region)
-        # Room for the data at the low watermark, and for the index of the smallest blocks.
-        self.store = Store(Dram(int(plan.region / 0.94) + plan.region // 64 + _SLACK))
+        self.store = Store(room_for(plan.region))
         self.store.prefaulted(timeout=120)
 
     def close(self) -> None:
