@@ -56,8 +56,8 @@ REASONS = {
     "0.2 of that for the rest to meet the aim. With all tables in the processor's cache (4 KiB blocks in 8 MiB) the rest takes "
     "nearly 0.4: a quarter of it borrows the buffer and looks for the key, and the index, the policy, the allocator, BLAKE3 and "
     "their locks take less than a tenth each. Tables that are not in the cache add 0.15, over a third of it in the miss at the "
-    "entry that leaves, which only the policy could name ahead of time. `auto` learns from a put and names what leaves in 0.5 µs, where "
-    "`lru-leaf` takes 0.1: with that the rows were 0.70, 0.56 for single blocks, and 0.65 for chained ones",
+    "entry that leaves, which only the policy could name ahead of time. `auto` names what leaves in 0.29 µs, where `lru-leaf` takes "
+    "0.07, and learns from each put: with `lru-leaf` the rows were 0.70, 0.56 for single blocks, and 0.65 for chained ones",
     "dram_get_64k": "the next blocks' entries, pins and first bytes are fetched beside each copy. In a profile seven tenths are "
     "the copy with its checksum; the largest part of the rest, 4 %, waits for stores past the cache to arrive. `auto` notes a hit in 0.08 µs, where `lru-leaf` takes 0.01, and in more where its "
     "tables left the cache: with that it came to 0.85, and single blocks to 0.61 to 0.65",
@@ -84,7 +84,7 @@ BESIDE = """
 `scripts/peers.py` prints this table; it is kept by hand, as the peers are no requirement of kvtier. Measured on 2026-11-30 on 2
 cores of AMD EPYC, Linux 6.18: blocks of 64 KiB, 256 MiB of data, source and destination the caller's, on huge pages; one
 thread calls, for one block or for 512 (32 MiB). Each cell is kvtier's GB/s / the store's = the ratio, medians of 15 alternating
-pairs, and the interquartile range of the ratios. Each store's own memory is as it allocates it: on huge pages that of
+pairs, and the interquartile range of the ratios. `auto` was changed once more since, and a put takes 5 to 11 % longer. Each store's own memory is as it allocates it: on huge pages that of
 kvtier and the arena. Copies of the same blocks and nothing else came to 19.9 GB/s by libc in
 that run, and to 23.8 past the cache.
 
