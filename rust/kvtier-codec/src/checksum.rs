@@ -3,6 +3,7 @@
 //! Inputs of more than 240 bytes run on the widest vector kernel that this processor has;
 //! without one, and up to that size, the hashing is the `xxhash-rust` crate's.
 
+use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::OnceLock;
 use xxhash_rust::xxh3 as portable;
@@ -109,7 +110,10 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) {
     // SAFETY: the caller's contract, which is also that of `copy_nonoverlapping`.
     unsafe {
         match fastest() {
-            Some(kernel) if len >= STREAM_FROM => kernel.copy_long(dst, src, len),
+            Some(kernel) if len >= STREAM_FROM => {
+                kernel.copy_long(dst, src, len);
+                fence();
+            }
             _ => ptr::copy_nonoverlapping(src, dst, len),
         }
     }
@@ -118,7 +122,7 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) {
 /// Copies `len` bytes from `src` to `dst` and returns the XXH3-64 (seed 0) of the bytes written.
 ///
 /// The hash is of the bytes that went to `dst`, whatever happens to `src` meanwhile: a byte is
-/// hashed from the register that it is stored from, or read back from `dst`.
+/// hashed from the register that it is stored from, or read back from where that went.
 ///
 /// # Safety
 /// As for [`copy`].
@@ -162,7 +166,7 @@ impl Kernel {
         }
     }
 
-    /// [`copy`] with non-temporal stores.
+    /// [`copy`] with non-temporal stores; a [`fence`] must follow.
     ///
     /// # Safety
     /// As for [`copy`].
@@ -177,7 +181,6 @@ impl Kernel {
             (self.stream)(dst.add(head), src.add(head), lines);
             ptr::copy_nonoverlapping(src.add(tail), dst.add(tail), len - tail);
         }
-        fence();
     }
 
     /// [`copy_hash64_unfenced`] of more than [`MIDSIZE_MAX`] bytes.
@@ -185,24 +188,36 @@ impl Kernel {
     /// # Safety
     /// As for [`copy`].
     unsafe fn copy_hash_long(&self, dst: *mut u8, src: *const u8, len: usize, stream: bool) -> u64 {
+        #[repr(align(64))]
+        struct End([MaybeUninit<u8>; BLOCK + STRIPE]);
+
         let mut acc = Acc::START;
-        // The end goes through the cache, since the last stripe is read back from `dst`.
-        let streamed = if stream { (len - 1) / BLOCK * BLOCK } else { 0 };
-        let whole = (len - 1) / STRIPE * STRIPE;
-        // SAFETY: `streamed <= whole < len`, so that all parts lie within the `len` bytes of the
-        // caller's contract. `len` is more than a stripe.
+        // The last stripe may overlap the one before, and both must be of what was read once: it is read back from where
+        // the end went, which is in the cache.
+        let blocks = (len - STRIPE) / BLOCK;
+        let (begin, rest) = (blocks * BLOCK, len - blocks * BLOCK);
+        let whole = (rest - 1) / STRIPE * STRIPE;
+        let mut end = End([MaybeUninit::uninit(); BLOCK + STRIPE]);
+        // SAFETY: blocks and rest divide the `len` bytes of the caller's contract, which is more than a
+        // stripe; the rest is from one stripe to a block and a stripe less a byte.
         unsafe {
-            if streamed > 0 {
-                self.stream_blocks(&mut acc, dst, src, streamed / BLOCK);
+            let (src_end, dst_end) = (src.add(begin), dst.add(begin));
+            let to = if stream {
+                end.0.as_mut_ptr().cast()
+            } else {
+                dst_end
+            };
+            if stream && blocks > 0 {
+                self.stream_blocks(&mut acc, dst, src, blocks);
+            } else {
+                (self.copy_hash)(&mut acc, dst, src, begin / STRIPE);
             }
-            (self.copy_hash)(
-                &mut acc,
-                dst.add(streamed),
-                src.add(streamed),
-                (whole - streamed) / STRIPE,
-            );
-            ptr::copy_nonoverlapping(src.add(whole), dst.add(whole), len - whole);
-            acc.finish(&*dst.add(len - STRIPE).cast(), len)
+            (self.copy_hash)(&mut acc, to, src_end, whole / STRIPE);
+            ptr::copy_nonoverlapping(src_end.add(whole), to.add(whole), rest - whole);
+            if stream {
+                self.copy_long(dst_end, to, rest);
+            }
+            acc.finish(&*to.add(rest - STRIPE).cast(), len)
         }
     }
 
