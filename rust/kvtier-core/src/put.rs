@@ -48,7 +48,10 @@ impl Store {
     pub fn put(&self, ns: &Namespace, block: &Block<'_>, deadline: Instant) -> Result<Put> {
         self.inner.check_open()?;
         let checked = check(ns, block)?;
-        self.inner.put(ns, block, &checked, deadline)
+        let mut started = Instant::now();
+        let put = self.inner.put(ns, block, &checked, deadline);
+        self.inner.count_put(&put, &mut started);
+        put
     }
 
     /// Stores blocks in order. What is wrong with a block is said before any is stored; a lack of
@@ -64,17 +67,18 @@ impl Store {
             .iter()
             .map(|block| check(ns, block))
             .collect::<Result<Vec<_>>>()?;
+        let mut started = Instant::now();
         blocks
             .iter()
             .zip(checked)
             .map(|(block, checked)| {
-                self.inner
-                    .put(ns, block, &checked, deadline)
-                    .or_else(|error| match error.kind() {
-                        Kind::Full => Ok(Put::Full),
-                        Kind::Deadline => Ok(Put::Deadline),
-                        _ => Err(error),
-                    })
+                let put = self.inner.put(ns, block, &checked, deadline);
+                self.inner.count_put(&put, &mut started);
+                put.or_else(|error| match error.kind() {
+                    Kind::Full => Ok(Put::Full),
+                    Kind::Deadline => Ok(Put::Deadline),
+                    _ => Err(error),
+                })
             })
             .collect()
     }
@@ -133,7 +137,6 @@ impl Inner {
         checked: &Checked,
         deadline: Instant,
     ) -> Result<Put> {
-        let started = Instant::now();
         let (id, shape) = (checked.id, checked.shape);
         self.expire(ns, &id);
         if let Some(parent) = &checked.parent {
@@ -189,8 +192,15 @@ impl Inner {
         self.stats.put_bytes.add(shape.payload() as u64);
         self.memory[0].stats.inserts.add(1);
         self.remove_replaced(checked);
-        self.stats.put.since(started);
         Ok(published)
+    }
+
+    /// Counts the time of a put that began when this says, and that the next one begins now.
+    fn count_put(&self, put: &Result<Put>, started: &mut Instant) {
+        let begun = std::mem::replace(started, Instant::now());
+        if matches!(put, Ok(Put::Stored(_))) {
+            self.stats.put.record(*started - begun);
+        }
     }
 
     fn expect_child(&self, parent: Known) -> Option<Expected<'_>> {

@@ -7,7 +7,7 @@ use kvtier_codec::image::PAGE;
 use kvtier_nvme::Bytes;
 use kvtier_nvme::slots::{BUSY, FREE, LOST, Run};
 
-use crate::arena::{Arena, Pin};
+use crate::arena::{Arena, Pin, Waiter};
 use crate::cold::Room;
 use crate::error::{Error, Kind, Result};
 use crate::hbm;
@@ -58,6 +58,15 @@ pub(crate) enum Made {
     Never,
 }
 
+/// Whoever waits for a slot: one of just its size that a block leaves is handed over, in place of being freed,
+/// found and taken again.
+#[derive(Default)]
+struct Heir {
+    /// None of any other size will do; 0: none will.
+    pages: u32,
+    pin: Option<Pin>,
+}
+
 /// Victims that one look at the policy asks for.
 const BATCH: usize = 16;
 
@@ -105,12 +114,15 @@ impl Inner {
     ) -> Result<(Pin, Claim)> {
         let memory = &self.memory[tier];
         let arena = &memory.arena;
-        let patient = Instant::now() < deadline;
-        let waiter = arena.waiter();
+        let mut patience = None;
+        let mut is_patient = || *patience.get_or_insert_with(|| Instant::now() < deadline);
+        // Where no block has to go elsewhere before it leaves, there is hardly ever a wait.
+        let mut waiter = self.has_below(tier).then(|| arena.waiter());
         let mut claimed = None;
         loop {
-            let seen = waiter.seen();
+            let seen = waiter.as_ref().map(Waiter::seen);
             let mut need = Need::Block(tag);
+            let mut heir = Heir::default();
             if claimed.is_none() {
                 let claim = self.order.lock().shares.claim(tier, tag, pages);
                 claimed = claim.map(|claim| claim.telling(arena));
@@ -130,6 +142,7 @@ impl Inner {
                     }
                     None => {
                         claimed = Some(claim);
+                        heir.pages = pages;
                         pages
                     }
                 },
@@ -144,7 +157,7 @@ impl Inner {
                 (Charge::TooMuch, claim) => {
                     claimed = claim;
                     // Records on their way to NVMe are part of it, and soon gone.
-                    if patient && let Some(cold) = &self.cold {
+                    if let Some(cold) = self.cold.as_ref().filter(|_| is_patient()) {
                         let _ = cold
                             .tier
                             .commit(Some(deadline.min(Instant::now() + GLANCE)));
@@ -171,8 +184,14 @@ impl Inner {
             }
             let mut hope = true;
             if wanted > 0 {
-                let mut made = self.make_room(tier, wanted, need);
-                if made != Made::Room {
+                let mut made = self.make_room(tier, wanted, need, &mut heir);
+                if let Some(pin) = heir.pin {
+                    match claimed.take() {
+                        Some(claim) => return Ok((pin, claim)),
+                        None => pin.discard(),
+                    }
+                }
+                if made != Made::Room && waiter.is_some() {
                     made = press(wanted, need, made);
                 }
                 if made == Made::Room {
@@ -180,11 +199,15 @@ impl Inner {
                 }
                 hope = match made {
                     Made::Never => false,
-                    Made::Nothing => waiter.seen() != seen,
+                    Made::Nothing => waiter.as_ref().map(Waiter::seen) != seen,
                     _ => true,
                 };
             }
-            let now = Instant::now();
+            let Some((waiter, seen)) = waiter.as_ref().zip(seen) else {
+                waiter = Some(arena.waiter()); // and once more, told from now on of what changes
+                continue;
+            };
+            let (patient, now) = (is_patient(), Instant::now());
             if hope && patient && now < deadline {
                 let brief = if wanted > 0 { GLANCE } else { GLANCE / 100 };
                 // Where blocks leave one by one, their room is taken a few at a time.
@@ -237,7 +260,7 @@ impl Inner {
 
     /// Frees at least one slot on the way to a hole of `pages` pages, or to as many below a cap, if
     /// the caller can.
-    fn make_room(&self, tier: usize, pages: u32, need: Need) -> Made {
+    fn make_room(&self, tier: usize, pages: u32, need: Need, heir: &mut Heir) -> Made {
         let arena = &self.memory[tier].arena;
         let mut made = Made::Nothing;
         let enough = || self.has_pages(tier, arena, pages, need);
@@ -275,12 +298,12 @@ impl Inner {
                 .victims(&mut search, asked, &mut |_| true, &mut victims);
             asked = (2 * asked).min(BATCH);
             for &h in &victims {
-                match self.evict(tier, h, force) {
+                match self.evict_for(tier, h, force, heir) {
                     Left::Freed => made = Made::Room,
                     Left::Held | Left::Gone => {}
                     Left::Dirty => return made,
                 }
-                if made == Made::Room && enough() {
+                if made == Made::Room && (heir.pin.is_some() || enough()) {
                     return made;
                 }
             }
@@ -296,6 +319,11 @@ impl Inner {
 
     /// Takes a block out of a memory tier, and out of the store if it lies nowhere else.
     pub(crate) fn evict(&self, tier: usize, h: Handle, force: Force) -> Left {
+        self.evict_for(tier, h, force, &mut Heir::default())
+    }
+
+    /// As [`Inner::evict`], for the sake of somebody.
+    fn evict_for(&self, tier: usize, h: Handle, force: Force, heir: &mut Heir) -> Left {
         let memory = &self.memory[tier];
         let mut shard = self.index.shard(h);
         let Some(entry) = shard.get_mut(h) else {
@@ -337,6 +365,15 @@ impl Inner {
             return held(&mut order);
         }
         if !order.has_children(h) {
+            if pages == heir.pages {
+                heir.pin = memory.arena.take_over(start);
+            }
+            if heir.pin.is_some()
+                && let Some(entry) = shard.get_mut(h)
+            {
+                entry.memory[tier] = NOWHERE;
+                order.shares.leave(tier, h, tag, pages);
+            }
             self.drop_entry(&mut shard, &mut order, h);
             order.shares.count(tag, |account| account.evicted += 1);
             memory.stats.evictions.add(1);
@@ -370,7 +407,7 @@ impl Inner {
         }
         if tier < self.memory.len() {
             if excess() > 0 {
-                self.make_room(tier, 0, need);
+                self.make_room(tier, 0, need, &mut Heir::default());
                 self.mover.press(tier, 0, need);
             }
             return;

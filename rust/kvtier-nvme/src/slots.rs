@@ -134,6 +134,11 @@ impl Slots {
         given
     }
 
+    /// Who owns the run that starts at `start`; `None` if none does.
+    pub fn owner(&self, start: u32) -> Option<Owner> {
+        self.runs.owner(start)
+    }
+
     /// Changes who owns the run that starts at `start`.
     ///
     /// # Panics

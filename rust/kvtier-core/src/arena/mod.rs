@@ -275,6 +275,16 @@ impl Arena {
         idle
     }
 
+    /// Makes the slot a fresh one, pinned once and owned by nobody yet, if nobody has it pinned.
+    pub fn take_over(self: &Arc<Self>, start: u32) -> Option<Pin> {
+        let mut slots = self.open()?;
+        if slots.owner(start) == Some(LOST) || !self.words[start as usize].retire_if(0) {
+            return None;
+        }
+        slots.set_owner(start, BUSY);
+        Some(self.start(start))
+    }
+
     /// Takes the slot out of use for good: its memory did not keep what was written. The pages of
     /// a slot that others still read are lost all the same; their pins stay valid. False: it was
     /// lost before.
@@ -291,13 +301,10 @@ impl Arena {
 
     fn free(&self, start: u32) {
         let mut slots = self.slots.lock();
-        let run = slots.iter(start, start + 1).find(|run| run.start == start);
-        let run = run.filter(|run| run.owner != LOST);
-        if run.is_some() {
-            slots.free(start);
-        }
+        let lost = slots.owner(start) == Some(LOST);
+        let freed = (!lost).then(|| slots.free(start));
         if self.closed.load(Ordering::Relaxed) {
-            run.iter().for_each(|run| self.forget(start, run.pages));
+            freed.inspect(|&pages| self.forget(start, pages));
             self.release_if_unused(&slots);
         }
         let free = slots.free_pages();
@@ -557,6 +564,27 @@ mod tests {
         assert_eq!(arena.free_pages(), 5);
         drop(copy);
         assert_eq!(arena.free_pages(), 8);
+    }
+
+    #[test]
+    fn a_slot_is_taken_over_only_where_nobody_holds_it_and_its_memory_is_good() {
+        let arena = arena(4);
+        let pin = arena.alloc(4).unwrap();
+        arena.set_owner(0, 7);
+        assert!(arena.take_over(0).is_none(), "its writer holds it");
+        drop(pin);
+        let heir = arena.take_over(0).unwrap();
+        assert_eq!((heir.start(), arena.pins(0), arena.free_pages()), (0, 1, 0));
+        assert_eq!(arena.top(1).2[0].owner, BUSY, "nobody moves it");
+        drop(heir);
+        assert!(arena.quarantine(0) && arena.take_over(0).is_none());
+        let other = super::tests::arena(1);
+        drop(other.alloc(1).unwrap());
+        other.close();
+        assert!(
+            other.take_over(0).is_none(),
+            "a closed arena gives none out"
+        );
     }
 
     #[test]
