@@ -318,6 +318,23 @@ impl Shares {
         self.tiers[tier].parts[group].pages -= u64::from(pages);
     }
 
+    /// Blocks were used, each in its tier, in this order.
+    pub(crate) fn on_hits(&mut self, used: impl Iterator<Item = (usize, Handle)>) {
+        let mut places: Vec<Handle> = Vec::new();
+        let mut at = (0, COMMON);
+        for (tier, h) in used {
+            let (group, place) = self.seat(h);
+            let before = std::mem::replace(&mut at, (tier, group));
+            if before != at {
+                self.tiers[before.0].parts[before.1].policy.on_hits(&places);
+                places.clear();
+            }
+            places.push(place);
+            self.tiers[tier].touch(group);
+        }
+        self.tiers[at.0].parts[at.1].policy.on_hits(&places);
+    }
+
     /// A block was used.
     pub(crate) fn on_hit(&mut self, tier: usize, h: Handle) {
         let (group, place) = self.seat(h);

@@ -114,6 +114,9 @@ impl Default for Class {
 pub struct Auto {
     tier: usize,
     shared: Arc<Mutex<Shared>>,
+    /// Of its tier, as of the last block that came or left.
+    len: usize,
+    bytes: usize,
 }
 
 #[derive(Debug)]
@@ -168,9 +171,15 @@ impl Auto {
             first.learned_bytes = shared.learned.growth();
         }
         let shared = Arc::new(Mutex::new(shared));
-        let policy = |tier| Auto {
-            tier,
-            shared: shared.clone(),
+        let policy = |tier| {
+            let mut policy = Auto {
+                tier,
+                shared: shared.clone(),
+                len: 0,
+                bytes: 0,
+            };
+            (policy.len, policy.bytes) = policy.with(|_, lists| lists.size());
+            policy
         };
         (0..tiers).map(policy).collect()
     }
@@ -478,12 +487,14 @@ impl Lists {
         None
     }
 
-    fn memory_bytes(&self) -> usize {
-        self.learned_bytes
+    /// Blocks, and bytes kept in memory.
+    fn size(&self) -> (usize, usize) {
+        let bytes = self.learned_bytes
             + self.nodes.memory_bytes()
             + self.classes.capacity() * size_of::<Class>()
             + self.seen * size_of::<Ends>()
-            + self.passed.capacity() * size_of::<Handle>()
+            + self.passed.capacity() * size_of::<Handle>();
+        (self.len, bytes)
     }
 }
 
@@ -517,18 +528,26 @@ impl Policy for Auto {
         lists.len += 1;
         lists.learned_bytes += learned.growth();
         Self::place_from(self.tier, learned, tiers, block);
+        (self.len, self.bytes) = tiers[self.tier].size();
     }
 
     fn on_hit(&mut self, block: Handle) {
+        self.on_hits(&[block]);
+    }
+
+    fn on_hits(&mut self, blocks: &[Handle]) {
         let mut shared = self.shared.lock();
         let Shared { learned, tiers } = &mut *shared;
-        if !tiers[self.tier].is_here(block) {
-            return;
-        }
-        for tier in bits(learned.hit(block).into()) {
-            let lists = &mut tiers[tier];
-            lists.nodes[block as usize].flags &= !PASSED;
-            lists.place(learned, block);
+        for (i, &block) in blocks.iter().enumerate() {
+            learned.foresee(&blocks[i + 1..]);
+            if !tiers[self.tier].is_here(block) {
+                continue;
+            }
+            for tier in bits(learned.hit(block).into()) {
+                let lists = &mut tiers[tier];
+                lists.nodes[block as usize].flags &= !PASSED;
+                lists.place(learned, block);
+            }
         }
     }
 
@@ -547,6 +566,7 @@ impl Policy for Auto {
         lists.nodes[block as usize].flags &= QUEUED;
         lists.len -= 1;
         lists.learned_bytes += learned.growth();
+        (self.len, self.bytes) = lists.size();
         Self::place_from(self.tier + 1, learned, tiers, block);
     }
 
@@ -569,10 +589,10 @@ impl Policy for Auto {
     }
 
     fn len(&self) -> usize {
-        self.with(|_, lists| lists.len)
+        self.len
     }
 
     fn memory_bytes(&self) -> usize {
-        self.with(|_, lists| lists.memory_bytes())
+        self.bytes
     }
 }

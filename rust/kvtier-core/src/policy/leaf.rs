@@ -144,6 +144,10 @@ impl<P: Policy> Policy for Leaf<P> {
         self.inner.on_hit(block);
     }
 
+    fn on_hits(&mut self, blocks: &[Handle]) {
+        self.inner.on_hits(blocks);
+    }
+
     fn on_hit_above(&mut self, block: Handle) {
         self.inner.on_hit_above(block);
     }
@@ -191,11 +195,16 @@ impl<P: Policy> Policy for Leaf<P> {
         out: &mut Vec<Handle>,
     ) {
         let named = out.len();
+        let mut held = named;
         while out.len() < named + n {
             let Some(block) = self.next(eligible) else {
                 break;
             };
             out.push(block);
+            if out.len() == named + n {
+                break; // the last one need not be told from others
+            }
+            held = out.len();
             self.inner.hold(block, true);
             // As if it had left: its parent may be a leaf then.
             let parent = self.nodes[block as usize].parent;
@@ -203,7 +212,7 @@ impl<P: Policy> Policy for Leaf<P> {
                 self.lose(parent);
             }
         }
-        for &block in out[named..].iter().rev() {
+        for &block in out[named..held].iter().rev() {
             let parent = self.nodes[block as usize].parent;
             if parent != NIL {
                 self.gain(parent);

@@ -1,5 +1,7 @@
 //! What `auto` knows of the traffic and of each block: one memory for tiers above one another.
 
+use kvtier_codec::checksum::prefetch;
+
 use super::departed::{Departed, Memory};
 use super::paged::Paged;
 use super::reuse::{AGES, Reuse, age_of, class_of, gap_of};
@@ -195,6 +197,15 @@ impl Learned {
         if let Some(shared) = self.blocks.get_mut(above.parent as usize) {
             shared.state |= SHARED;
         }
+    }
+
+    /// Blocks are used next, in this order: has the processor fetch what that needs.
+    pub fn foresee(&self, next: &[Handle]) {
+        let block = |ahead: usize| self.blocks.get(*next.get(ahead)? as usize);
+        let (near, far) = (block(1), block(4));
+        self.reuse
+            .foresee(near.map(|b| b.hash), far.map(|b| b.hash));
+        block(7).inspect(|block| prefetch(*block));
     }
 
     /// A block that a tier holds was used. Says which tiers do, a bit each.

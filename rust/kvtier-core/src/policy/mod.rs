@@ -62,6 +62,10 @@ pub trait Policy: Send {
     fn on_insert(&mut self, block: Handle, meta: &Meta);
     /// A block was used.
     fn on_hit(&mut self, block: Handle);
+    /// Blocks were used, in this order.
+    fn on_hits(&mut self, blocks: &[Handle]) {
+        blocks.iter().for_each(|&block| self.on_hit(block));
+    }
     /// A block was used in a tier above, which was told: this copy must not grow old meanwhile.
     fn on_hit_above(&mut self, block: Handle) {
         self.on_hit(block);

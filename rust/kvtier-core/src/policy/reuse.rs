@@ -11,6 +11,8 @@
 //! many come back as one is measured, and a class is believed by the number of such bursts that it
 //! saw; beyond that it leans on wider classes.
 
+use kvtier_codec::checksum::prefetch;
+
 use super::paged::{Paged, place_of, split_of};
 
 const GENERATIONS: usize = 8;
@@ -343,6 +345,18 @@ impl Reuse {
             self.uses[place as usize].class = class as u8;
             self.class(class as u8).stale = true;
         }
+    }
+
+    /// Blocks are touched soon: has the processor fetch what that needs. A block is `near` some time after it
+    /// was `far`.
+    pub fn foresee(&self, near: Option<u32>, far: Option<u32>) {
+        if self.len == 0 {
+            return;
+        }
+        let bucket = |hash| &self.buckets[place_of(hash, self.len)];
+        let first = near.and_then(|hash| self.uses.get(*bucket(hash) as usize));
+        first.inspect(|first| prefetch(*first));
+        far.inspect(|&hash| prefetch(bucket(hash)));
     }
 
     fn is_followed(&self, hash: u32) -> bool {
