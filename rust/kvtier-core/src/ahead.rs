@@ -1,5 +1,7 @@
 //! Reading ahead within one call.
 
+use std::collections::VecDeque;
+
 use crate::error::Result;
 
 /// Bytes that one call has on their way from NVMe, ahead of what it copies.
@@ -10,40 +12,46 @@ const BYTES: usize = 32 << 20;
 /// They hold slots that nobody else can have. Before its call waits for room it must
 /// [`Ahead::give_way`], or two calls that each hold what the other waits for would wait for ever.
 pub(crate) struct Ahead<P> {
-    pending: Vec<Option<(P, usize)>>,
+    keys: usize,
+    /// The key that is looked at next.
     next: usize,
+    /// What was begun, with its key and its bytes.
+    pending: VecDeque<(usize, P, usize)>,
     bytes: usize,
 }
 
 impl<P> Ahead<P> {
     /// For a call of so many keys.
     pub(crate) fn new(keys: usize) -> Self {
-        let mut pending = Vec::new();
-        pending.resize_with(keys, || None);
         Ahead {
-            pending,
+            keys,
             next: 0,
+            pending: VecDeque::new(),
             bytes: 0,
         }
     }
 
-    /// Begins what comes next, as far as it fits, and returns what key `i` waits for. `begin`
-    /// returns what it began with its bytes, and whether to go on.
+    /// Begins what comes next, as far as it fits, and returns what key `i` waits for; keys are asked for in
+    /// order. `begin` returns what it began with its bytes, and whether to go on.
     pub(crate) fn take(
         &mut self,
         i: usize,
         mut begin: impl FnMut(usize) -> Result<(Option<(P, usize)>, bool)>,
     ) -> Result<Option<P>> {
-        while self.next < self.pending.len() && (self.next <= i || self.bytes < BYTES) {
+        while self.next < self.keys && (self.next <= i || self.bytes < BYTES) {
             let (begun, go_on) = begin(self.next)?;
-            self.bytes += begun.as_ref().map_or(0, |b| b.1);
             if !go_on && self.next > i {
                 break;
             }
-            self.pending[self.next] = begun;
+            if let Some((pending, bytes)) = begun {
+                self.bytes += bytes;
+                self.pending.push_back((self.next, pending, bytes));
+            }
             self.next += 1;
         }
-        Ok(self.pending[i].take().map(|(pending, bytes)| {
+        let first = self.pending.front().is_some_and(|&(key, ..)| key == i);
+        let first = first.then(|| self.pending.pop_front()).flatten();
+        Ok(first.map(|(_, pending, bytes)| {
             self.bytes -= bytes;
             pending
         }))
@@ -51,7 +59,7 @@ impl<P> Ahead<P> {
 
     /// Lets go of all reads for the keys after `i`; workers finish them.
     pub(crate) fn give_way(&mut self, i: usize) {
-        self.pending[i + 1..].iter_mut().for_each(|p| *p = None);
+        self.pending.clear();
         self.bytes = 0;
         self.next = i + 1;
     }

@@ -68,27 +68,31 @@ enum Begun<'a> {
     Failed(Miss),
 }
 
+/// What all keys of a call share.
+struct Call<'a> {
+    ns: &'a Namespace,
+    deadline: Instant,
+    keys: usize,
+}
+
 /// A key of a call, with what it wants.
 struct Request<'a> {
-    ns: &'a Namespace,
+    call: &'a Call<'a>,
     selection: &'a Selection,
     id: Id,
     out: Out,
-    deadline: Instant,
-    /// It is the only one of its call.
-    alone: bool,
 }
 
 impl Request<'_> {
     fn pieces(&self, shape: image::Shape) -> Result<Vec<Piece>> {
-        if self.ns.layout.shape(shape.payload())? != shape {
+        if self.call.ns.layout.shape(shape.payload())? != shape {
             return Err(Error::new(
                 Kind::InvalidBlock,
                 "another layout was given than the one that the block was stored with. Name the layout in the namespace's identity",
             ));
         }
-        let pieces = self.ns.layout.pieces(shape, self.selection)?;
-        let bytes = self.ns.layout.extent(shape, self.selection, &pieces);
+        let pieces = self.call.ns.layout.pieces(shape, self.selection)?;
+        let bytes = self.call.ns.layout.extent(shape, self.selection, &pieces);
         if bytes != self.out.len {
             return Err(Error::new(
                 Kind::InvalidBlock,
@@ -104,7 +108,7 @@ impl Request<'_> {
 
     /// Bytes that it copies.
     fn bytes(&self) -> usize {
-        self.ns.layout.taken(self.selection, self.out.len)
+        self.call.ns.layout.taken(self.selection, self.out.len)
     }
 }
 
@@ -162,18 +166,21 @@ impl Store {
                 ),
             ));
         }
+        let call = Call {
+            ns,
+            deadline,
+            keys: keys.len(),
+        };
         let requests: Vec<Request<'_>> = inner
             .ids(ns, keys)?
             .into_iter()
             .zip(outs)
             .zip(selections.iter().cycle())
             .map(|((id, &out), selection)| Request {
-                ns,
+                call: &call,
                 selection,
                 id,
                 out,
-                deadline,
-                alone: keys.len() == 1,
             })
             .collect();
         let mut ahead = Ahead::new(requests.len());
@@ -271,9 +278,7 @@ impl Inner {
         let missed = asked - used.len();
         order.shares.count_reads(ns.tag(), used.len(), missed);
         // From the tail of the chain to its head, so that the head is the last to leave.
-        for &(tier, h) in used.iter().rev() {
-            order.shares.on_hit(tier, h);
-        }
+        order.shares.on_hits(used.iter().rev().copied());
     }
 
     pub(crate) fn tier_stats(&self, tier: usize) -> &crate::stats::TierStats {
@@ -316,7 +321,7 @@ impl Inner {
             return Ok(Begun::Pending(pending));
         }
         let deadline = deadline.unwrap_or_else(Instant::now);
-        let attended = request.alone.then_some(request.deadline);
+        let attended = (request.call.keys == 1).then_some(request.call.deadline);
         Ok(match self.load(known, true, true, deadline, attended) {
             Found::Flying(flight) => Begun::Pending(Pending::Flight(Watched {
                 flight,
@@ -371,7 +376,7 @@ impl Inner {
                 return Ok(None);
             };
             let (first, last) = (first.segment as usize, last.segment as usize);
-            let segments = request.ns.layout.segments(shape);
+            let segments = request.call.ns.layout.segments(shape);
             if shape.segments() == 1 {
                 return Ok(None);
             }
@@ -413,7 +418,8 @@ impl Inner {
                 Some(Pending::Direct(direct)) => {
                     let pieces = request.pieces(direct.shape())?;
                     // SAFETY: `out` has the pieces' length (checked) and is the caller's promise.
-                    let done = unsafe { direct.finish(&pieces, request.out.ptr, request.deadline) };
+                    let done =
+                        unsafe { direct.finish(&pieces, request.out.ptr, request.call.deadline) };
                     if let Some(got) = self.passed_by(direct.block(), direct.place(), done) {
                         return Ok(got);
                     }
@@ -422,7 +428,8 @@ impl Inner {
                     let pieces = request.pieces(frames.shape())?;
                     let (out, codings) = (request.out.ptr, &self.codings);
                     // SAFETY: as above.
-                    let done = unsafe { frames.finish(&pieces, out, request.deadline, codings) };
+                    let done =
+                        unsafe { frames.finish(&pieces, out, request.call.deadline, codings) };
                     if let Some(got) = self.passed_by(frames.block(), frames.place(), done) {
                         return Ok(got);
                     }
@@ -432,7 +439,7 @@ impl Inner {
                     if flight.course.is_reserving() {
                         give_way();
                     }
-                    match flight.course.wait(request.deadline) {
+                    match flight.course.wait(request.call.deadline) {
                         Wait::Finish(pin) => match self.finish_into(request, flight, pin)? {
                             Ok(()) => return Ok(Ok((nvme, flight.block.0))),
                             Err(Miss::Absent) => {}
@@ -447,7 +454,7 @@ impl Inner {
             }
             // A block can move between a look at the index and the next, but not for ever.
             looks += 1;
-            if looks > LOOKS && Instant::now() >= request.deadline {
+            if looks > LOOKS && Instant::now() >= request.call.deadline {
                 return Ok(Err(Miss::Deadline));
             }
             let found = {
@@ -467,7 +474,7 @@ impl Inner {
                 let mut begun = self.begin(request, None)?;
                 if matches!(begun, Begun::Failed(miss) if miss.is_passing()) {
                     give_way();
-                    begun = self.begin(request, Some(request.deadline))?;
+                    begun = self.begin(request, Some(request.call.deadline))?;
                 }
                 match begun {
                     Begun::Pending(p) => pending = Some(p),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvtier_core::config::{Config, MemoryKind};
-use kvtier_core::error::Result;
+use kvtier_core::error::{Error, Kind, Result};
 use kvtier_core::fork::Generation;
 use kvtier_core::hbm::HBM;
 use kvtier_core::jobs::Goal;
@@ -89,7 +89,7 @@ fn views(space: &Space, objects: &Bound<'_, PyAny>, writable: bool) -> PyResult<
 }
 
 /// Buffers that each receive bytes of their own.
-fn targets(py: Python<'_>, views: &[View]) -> PyResult<Vec<Out>> {
+fn targets(views: &[View]) -> Result<Vec<Out>> {
     let targets: Vec<Out> = views.iter().map(View::out).collect();
     let mut spans: Vec<(usize, usize)> = targets
         .iter()
@@ -98,11 +98,9 @@ fn targets(py: Python<'_>, views: &[View]) -> PyResult<Vec<Out>> {
         .collect();
     spans.sort_unstable();
     if spans.windows(2).any(|w| w[0].0 + w[0].1 > w[1].0) {
-        return Err(raise(
-            py,
-            "InvalidBlockError",
-            "two of the buffers that were given share memory; each block needs one of its own"
-                .into(),
+        return Err(Error::new(
+            Kind::InvalidBlock,
+            "two of the buffers that were given share memory; each block needs one of its own",
         ));
     }
     Ok(targets)
@@ -379,9 +377,9 @@ impl Core {
         let views = views(space, outs, true)?;
         let until = timeout.until(py)?;
         let parts = Selections::new(space, keys.len(), layers, tokens)?;
-        let targets = targets(py, &views)?;
-        let names = slices(&keys); // the keys themselves are dropped attached
+        let (names, views) = (slices(&keys), &views); // which are dropped attached
         let gots = self.run(py, move |store| {
+            let targets = targets(views)?;
             // SAFETY: the views keep the caller's memory until after the call.
             unsafe { store.get_each_into(&space.ns, &names, &targets, &parts.all(), until) }
         })?;
@@ -626,7 +624,7 @@ impl Core {
         let views = views(space, outs, true)?;
         let until = timeout.until(py)?;
         let parts = Selections::new(space, keys.len(), layers, tokens)?;
-        let targets = targets(py, &views)?;
+        let targets = targets(&views).map_err(|e| from_core(py, &e))?;
         let started = Operation::start(views, to, token, Outcome::Gots);
         self.start_reading(py, space, &keys, until, started, move |store, ns, keys| {
             // SAFETY: the operation keeps the caller's buffers until it has finished.
