@@ -292,8 +292,15 @@ impl Inner {
     }
 
     /// Are so few pages of a memory tier free, or about to be, that blocks should leave it?
-    pub(crate) fn is_short(&self, tier: usize) -> bool {
+    fn is_short(&self, tier: usize) -> bool {
         self.has_below(tier) && self.coming(tier) < self.marks(tier).0
+    }
+
+    /// Has blocks leave a memory tier if they should.
+    pub(crate) fn wake_if_short(&self, tier: usize) {
+        if self.is_short(tier) {
+            self.mover.wake();
+        }
     }
 
     /// For how many free pages somebody waits at a time where they come one by one from NVMe: less

@@ -1,5 +1,6 @@
 //! Making room: eviction and compaction.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvtier_codec::checksum::copy;
@@ -65,6 +66,16 @@ struct Heir {
     /// None of any other size will do; 0: none will.
     pages: u32,
     pin: Option<Pin>,
+}
+
+impl Heir {
+    /// Takes a slot that nobody has pinned, if it is of the right size.
+    fn take(&mut self, arena: &Arc<Arena>, start: u32, pages: u32) -> bool {
+        if pages == self.pages {
+            self.pin = arena.take_over(start);
+        }
+        self.pin.is_some()
+    }
 }
 
 /// Victims that one look at the policy asks for.
@@ -135,9 +146,7 @@ impl Inner {
             let wanted = match (charge, claimed.take()) {
                 (Charge::Paid, Some(claim)) => match arena.alloc(pages) {
                     Some(pin) => {
-                        if self.is_short(tier) {
-                            self.mover.wake();
-                        }
+                        self.wake_if_short(tier);
                         return Ok((pin, claim));
                     }
                     None => {
@@ -187,7 +196,10 @@ impl Inner {
                 let mut made = self.make_room(tier, wanted, need, &mut heir);
                 if let Some(pin) = heir.pin {
                     match claimed.take() {
-                        Some(claim) => return Ok((pin, claim)),
+                        Some(claim) => {
+                            self.wake_if_short(tier);
+                            return Ok((pin, claim));
+                        }
                         None => pin.discard(),
                     }
                 }
@@ -343,7 +355,8 @@ impl Inner {
             return held(&mut order);
         }
         if entry.is_beside(tier) {
-            if !memory.arena.retire_idle(start) {
+            let arena = &memory.arena;
+            if !heir.take(arena, start, pages) && !arena.retire_idle(start) {
                 return held(&mut order);
             }
             entry.memory[tier] = NOWHERE;
@@ -365,10 +378,7 @@ impl Inner {
             return held(&mut order);
         }
         if !order.has_children(h) {
-            if pages == heir.pages {
-                heir.pin = memory.arena.take_over(start);
-            }
-            if heir.pin.is_some()
+            if heir.take(&memory.arena, start, pages)
                 && let Some(entry) = shard.get_mut(h)
             {
                 entry.memory[tier] = NOWHERE;
