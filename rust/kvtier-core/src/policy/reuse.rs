@@ -572,6 +572,28 @@ mod tests {
         }
     }
 
+    proptest! {
+        /// What is followed is found, and nothing else, as the table grows, and as the oldest gives way.
+        #[test]
+        fn the_last_blocks_are_followed(
+            most in 1usize..40,
+            touched in prop::collection::vec((0u32..6, 0u32..16), 1..200),
+        ) {
+            let hash = |(high, low): (u32, u32)| high << 29 | low << 3;
+            let (mut reuse, mut last) = (Reuse::new(most), Vec::new());
+            for (now, block) in (0..).zip(touched) {
+                reuse.touch(hash(block), class_of(1, 0, true), now, 0);
+                last.retain(|&other| other != block);
+                last.push(block);
+                last.drain(..last.len().saturating_sub(most));
+                for block in (0..6).flat_map(|high| (0..16).map(move |low| (high, low))) {
+                    let found = reuse.find(hash(block)).map(|place| reuse.uses[place as usize].hash);
+                    prop_assert_eq!(found, last.contains(&block).then_some(hash(block)));
+                }
+            }
+        }
+    }
+
     #[test]
     fn a_class_is_worth_what_wider_ones_tell_as_soon_as_a_block_is_of_it() {
         let mut reuse = Reuse::new(1 << 12);
