@@ -130,7 +130,7 @@ class Namespace:
         if self._hbm is not None and (arrays := self._hbm.arrays([data], self.layout)) is not None:
             (data,) = self._hbm.fetched(arrays, timeout, self._hbm.stream_of([data], stream))
         code = self._core.put(self._space, key, data, parent, replaces, importance or 0.0, timeout)
-        return put_result(bytes((code,)))
+        return put_result(code)
 
     def put_many(
         self,
@@ -222,7 +222,7 @@ class Namespace:
                 self._space, [key], [data], parents, replaces, scores, timeout, to, token
             )
         )
-        return put_result(codes)
+        return put_result(codes[0])
 
     async def aput_many(
         self,

@@ -90,9 +90,9 @@ def put_results(codes: bytes) -> list[PutResult]:
     return [_PUTS[code] for code in codes]
 
 
-def put_result(codes: bytes) -> PutResult:
+def put_result(code: int) -> PutResult:
     """The result of a put of one block, where a lack of room is an error."""
-    (result,) = put_results(codes)
+    result = _PUTS[code]
     if result.reason == "full":
         raise FullError("no room for the block now: release leases, wait with timeout=, or use a larger tier")
     if result.reason == "deadline":
