@@ -88,7 +88,7 @@ impl Inner {
             0 => None,
             bytes => {
                 let pages = (bytes / PAGE) as u32;
-                let reserved = self.reserve(0, pages, NOBODY, Instant::now());
+                let reserved = self.reserve(0, pages, NOBODY, None);
                 Some(reserved.ok()?.0.temporary())
             }
         };

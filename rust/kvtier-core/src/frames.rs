@@ -194,7 +194,7 @@ impl Inner {
             page_ceil(most).min(page_ceil(stored.payload())) + PAGE
         };
         let pages = ((tail.len + room) / PAGE) as u32;
-        let reserved = self.reserve(0, pages, NOBODY, Instant::now());
+        let reserved = self.reserve(0, pages, NOBODY, None);
         let scratch = reserved.ok()?.0.temporary();
         self.begin_coding();
         let wanted = Arc::new(Wanted {

@@ -501,7 +501,7 @@ impl Inner {
             (pin, entry.shape, entry.id, entry.root, entry.namespace)
         };
         let patient = Instant::now() + PATIENCE;
-        let Ok((new, _claim)) = self.reserve(0, shape.pages(), tag, patient) else {
+        let Ok((new, _claim)) = self.reserve(0, shape.pages(), tag, Some(patient)) else {
             return false;
         };
         let len = shape.image_len();

@@ -529,7 +529,7 @@ impl Inner {
             below,
             entry.shape.pages(),
             entry.namespace,
-            Instant::now() + STALL,
+            Some(Instant::now() + STALL),
             &mut |wanted, need, _| {
                 self.mover.look(self.clock.now());
                 self.demote_requested(below);

@@ -49,7 +49,8 @@ impl Store {
         self.inner.check_open()?;
         let checked = check(ns, block)?;
         let mut started = Instant::now();
-        let put = self.inner.put(ns, block, &checked, deadline);
+        let patience = (started < deadline).then_some(deadline);
+        let put = self.inner.put(ns, block, &checked, patience);
         self.inner.count_put(&put, &mut started);
         put
     }
@@ -72,7 +73,8 @@ impl Store {
             .iter()
             .zip(checked)
             .map(|(block, checked)| {
-                let put = self.inner.put(ns, block, &checked, deadline);
+                let patience = (started < deadline).then_some(deadline);
+                let put = self.inner.put(ns, block, &checked, patience);
                 self.inner.count_put(&put, &mut started);
                 put.or_else(|error| match error.kind() {
                     Kind::Full => Ok(Put::Full),
@@ -135,7 +137,7 @@ impl Inner {
         ns: &Namespace,
         block: &Block<'_>,
         checked: &Checked,
-        deadline: Instant,
+        deadline: Option<Instant>,
     ) -> Result<Put> {
         let (id, shape) = (checked.id, checked.shape);
         self.expire(ns, &id);

@@ -87,7 +87,7 @@ const GLANCE: Duration = Duration::from_secs(1);
 impl Inner {
     /// A slot in a memory tier for a block of this namespace, pinned for its writer, and its claim to
     /// the namespace's share until it is published. Evicts, moves and waits until `deadline` as
-    /// needed.
+    /// needed; without one it does not wait.
     ///
     /// Do not wait here while holding slots that others wait for.
     pub(crate) fn reserve(
@@ -95,7 +95,7 @@ impl Inner {
         tier: usize,
         pages: u32,
         tag: u64,
-        deadline: Instant,
+        deadline: Option<Instant>,
     ) -> Result<(Pin, Claim)> {
         self.reserve_pressing(tier, pages, tag, deadline, &mut self.presser(tier))
     }
@@ -120,13 +120,11 @@ impl Inner {
         tier: usize,
         pages: u32,
         tag: u64,
-        deadline: Instant,
+        deadline: Option<Instant>,
         press: &mut dyn FnMut(u32, Need, Made) -> Made,
     ) -> Result<(Pin, Claim)> {
         let memory = &self.memory[tier];
         let arena = &memory.arena;
-        let mut patience = None;
-        let mut is_patient = || *patience.get_or_insert_with(|| Instant::now() < deadline);
         // Where no block has to go elsewhere before it leaves, there is hardly ever a wait.
         let mut waiter = self.has_below(tier).then(|| arena.waiter());
         let mut claimed = None;
@@ -166,7 +164,7 @@ impl Inner {
                 (Charge::TooMuch, claim) => {
                     claimed = claim;
                     // Records on their way to NVMe are part of it, and soon gone.
-                    if let Some(cold) = self.cold.as_ref().filter(|_| is_patient()) {
+                    if let (Some(cold), Some(deadline)) = (&self.cold, deadline) {
                         let _ = cold
                             .tier
                             .commit(Some(deadline.min(Instant::now() + GLANCE)));
@@ -219,8 +217,8 @@ impl Inner {
                 waiter = Some(arena.waiter()); // and once more, told from now on of what changes
                 continue;
             };
-            let (patient, now) = (is_patient(), Instant::now());
-            if hope && patient && now < deadline {
+            let now = Instant::now();
+            if let Some(deadline) = deadline.filter(|&deadline| hope && now < deadline) {
                 let brief = if wanted > 0 { GLANCE } else { GLANCE / 100 };
                 // Where blocks leave one by one, their room is taken a few at a time.
                 let least = match need {
@@ -232,7 +230,7 @@ impl Inner {
                 waiter.wait(seen, least, deadline.min(now + brief));
                 continue;
             }
-            let (kind, what) = if hope && patient {
+            let (kind, what) = if hope && deadline.is_some() {
                 (Kind::Deadline, "before the deadline")
             } else {
                 (Kind::Full, "now")

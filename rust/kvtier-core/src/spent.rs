@@ -78,7 +78,7 @@ impl Inner {
             0,
             pages,
             tag,
-            deadline,
+            (Instant::now() < deadline).then_some(deadline),
             &mut |wanted, need, made| match self.recycle(wanted, need) {
                 true => Made::Room,
                 false => press(wanted, need, made),

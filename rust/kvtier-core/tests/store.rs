@@ -206,6 +206,24 @@ fn pins_alone_make_the_store_full() {
     );
 }
 
+/// Where a look at all that is held takes longer than the caller wanted to wait, he did wait.
+#[test]
+fn a_deadline_that_passes_at_the_first_look_is_one() {
+    let store = dram(32 << 20);
+    let ns = opaque(b"look");
+    let by = |n, deadline| try_put_by(&store, &ns, &key(n), b"small", None, deadline);
+    let mut leases = Vec::new();
+    while by(leases.len() as u64, Instant::now()).is_ok() {
+        leases.push(leased(&store, &ns, &key(leases.len() as u64)));
+    }
+    // On a loaded machine it has passed at the call, now and then.
+    let waited = (0..100).any(|_| {
+        let error = by(1 << 20, Instant::now() + Duration::from_micros(50)).unwrap_err();
+        error.kind() == Kind::Deadline
+    });
+    assert!(waited, "full, as if there had been no time at all");
+}
+
 #[test]
 fn a_lease_outlives_the_store() {
     let store = dram(2 << 20);
