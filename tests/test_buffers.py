@@ -202,7 +202,11 @@ def test_another_dtype_than_the_layouts_is_refused(cache: Namespace, name: str) 
     assert cache.contains([key("a")]) == [False]
 
 
-@pytest.mark.parametrize("bad", [np.float64, np.complex64, ">u2", "S6", "?", ml_dtypes.float8_e4m3fnuz], ids=str)
+NAMED = np.dtype((np.uint16, [("low", "u1"), ("high", "u1")]))
+"""A number to NumPy, a structure to the buffer protocol."""
+
+
+@pytest.mark.parametrize("bad", [np.float64, np.complex64, ">u2", "S6", "?", ml_dtypes.float8_e4m3fnuz, NAMED], ids=str)
 def test_what_no_layout_has_is_refused(cache: Namespace, bad: Any) -> None:
     data = np.zeros(len(BYTES) // np.dtype(bad).itemsize, bad)
     with pytest.raises(InvalidBlockError, match="this layout takes bf16 or plain bytes"):

@@ -165,7 +165,7 @@ fn plain(dtype: &Bound<'_, PyArrayDescr>) -> Option<&'static str> {
         HALF => "e",
         number => FORMATS.get(usize::try_from(number).ok()?)?,
     };
-    matches!(dtype.byteorder(), b'=' | b'|').then_some(format)
+    (matches!(dtype.byteorder(), b'=' | b'|') && !dtype.has_fields()).then_some(format)
 }
 
 /// Is memory of this form what the space takes?
