@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -564,9 +565,12 @@ def test_buffers_that_share_memory_are_refused(store: Store) -> None:
     for outs in ([memory[:MIB]] * 2, [memory[1:][:MIB], memory[:MIB]]):
         with pytest.raises(InvalidBlockError, match="share memory"):
             store.get_into(names, outs)
+        with pytest.raises(InvalidBlockError, match="share memory"):
+            asyncio.run(store.aget_into(names, outs))
     assert not memory.any()
     outs = [memory[MIB:], memory[:MIB]]
     assert all(result.hit for result in store.get_into(names, outs))
+    assert all(result.hit for result in asyncio.run(store.aget_into(names, outs)))
 
 
 def test_more_memory_than_there_is_is_refused() -> None:

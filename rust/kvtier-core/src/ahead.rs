@@ -89,5 +89,12 @@ mod tests {
         assert_eq!(take(&mut ahead, 2, false), (None, vec![2, 3]));
         ahead.give_way(2);
         assert_eq!(take(&mut ahead, 3, true), (Some(3), vec![3]));
+        // What was given way is begun again, and what it had counted does not count.
+        let mut ahead = Ahead::new(5);
+        assert_eq!(take(&mut ahead, 0, true), (Some(0), vec![0, 1]));
+        assert_eq!(take(&mut ahead, 1, true), (Some(1), vec![2]));
+        ahead.give_way(1);
+        assert_eq!(take(&mut ahead, 2, true), (Some(2), vec![2, 3]));
+        assert_eq!(take(&mut ahead, 3, true), (Some(3), vec![4]));
     }
 }

@@ -227,6 +227,7 @@ impl Order {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shares::{Need, Search};
 
     #[test]
     fn a_parent_stays_for_a_block_on_its_way_but_not_for_another_use_of_its_handle() {
@@ -240,6 +241,26 @@ mod tests {
         assert!(order.expect_child((0, 2)) && order.expects_child(0));
         order.expect_no_more((0, 2));
         assert!(!order.expects_child(0));
+    }
+
+    #[test]
+    fn each_tier_is_told_of_its_own_hits_in_their_order() {
+        let mut shares = Shares::new("lru-leaf", vec![16; 2], false).unwrap();
+        let meta = |h| Meta {
+            fingerprint: h,
+            pages: 1,
+            ..Meta::default()
+        };
+        for h in 0..4 {
+            (0..2).for_each(|tier| shares.enter(tier, h, 0, &meta(h.into())));
+        }
+        shares.on_hits([(0, 1), (0, 0), (1, 2), (0, 3), (1, 0)].into_iter());
+        for (tier, order) in [[2, 1, 0, 3], [1, 3, 2, 0]].into_iter().enumerate() {
+            let mut victims = Vec::new();
+            let mut search = Search::new(tier, Need::Tier);
+            shares.victims(&mut search, 4, &mut |_| true, &mut victims);
+            assert_eq!(victims, order, "tier {tier}");
+        }
     }
 
     #[test]

@@ -9,7 +9,8 @@ use kvtier_core::config::{Config, Memory, MemoryKind};
 use kvtier_core::error::Kind;
 use kvtier_core::layout::{Layer, Layout, Selection, Tokens};
 use kvtier_core::load::Miss;
-use kvtier_core::put::Put;
+use kvtier_core::put::{Block, Put};
+use kvtier_core::read::Out;
 use kvtier_core::shares::Quota;
 use kvtier_core::store::{Namespace, Store};
 
@@ -222,6 +223,63 @@ fn a_deadline_that_passes_at_the_first_look_is_one() {
         error.kind() == Kind::Deadline
     });
     assert!(waited, "full, as if there had been no time at all");
+}
+
+#[test]
+fn of_what_was_read_together_the_first_is_the_last_to_leave() {
+    let store = dram_by_age(2 << 20);
+    let ns = opaque(b"order");
+    let names = [key(0), key(1), key(2)];
+    for (n, name) in names.iter().enumerate() {
+        put(&store, &ns, name, &bytes(n as u64, 100_000), None);
+    }
+    let mut data = vec![vec![0; 100_000]; 3];
+    let outs: Vec<Out> = data
+        .iter_mut()
+        .map(|out| Out {
+            ptr: out.as_mut_ptr(),
+            len: out.len(),
+        })
+        .collect();
+    let keys = names.each_ref().map(|name| &name[..]);
+    // SAFETY: the buffers live through the call.
+    let got = unsafe { store.get_into(&ns, &keys, &outs, &Selection::default(), soon()) };
+    assert!(got.unwrap().iter().all(Result::is_ok));
+    let mut left = 3;
+    for n in 10..100 {
+        put(&store, &ns, &key(n), &bytes(n, 100_000), None);
+        let there = store.contains(&ns, &keys).unwrap();
+        let now = there.iter().filter(|&&there| there).count();
+        assert!(there[..now].iter().all(|&there| there), "{there:?}");
+        left = left.min(now);
+    }
+    assert_eq!(left, 0);
+}
+
+#[test]
+fn the_time_of_each_put_of_a_call_is_its_own() {
+    let store = dram(32 << 20);
+    let ns = opaque(b"time");
+    let names: Vec<[u8; 32]> = (0..200).map(key).collect();
+    let data = bytes(1, 100_000);
+    let blocks: Vec<Block<'_>> = names
+        .iter()
+        .map(|name| Block {
+            key: name,
+            data: &data,
+            parent: None,
+            replaces: None,
+            importance: 0.0,
+        })
+        .collect();
+    let begun = Instant::now();
+    store.put_many(&ns, &blocks, soon()).unwrap();
+    let took = begun.elapsed();
+    store.put_many(&ns, &blocks, soon()).unwrap();
+    let put = store.report().put;
+    assert_eq!(put.count, 200, "what was there already is not stored again");
+    let sum = put.mean_s * 200.0;
+    assert!(sum <= took.as_secs_f64(), "{sum} s in {took:?}");
 }
 
 #[test]

@@ -31,6 +31,26 @@ fn lru_names_the_longest_unused() {
 }
 
 #[test]
+fn a_policy_says_what_the_blocks_that_came_cost() {
+    for name in NAMES {
+        let mut policy = by_name(name, 10_000).unwrap();
+        let before = policy.memory_bytes();
+        for h in 0..5000 {
+            let meta = Meta {
+                fingerprint: h.into(),
+                ..meta(None)
+            };
+            policy.on_insert(h, &meta);
+        }
+        let cost = policy.memory_bytes() - before;
+        assert!(cost >= 5000 * size_of::<Handle>(), "{name}: {cost} bytes");
+        policy.on_remove(4999);
+        let left = policy.memory_bytes() - before;
+        assert!(left < cost + cost / 4, "{name}: {cost} bytes, then {left}");
+    }
+}
+
+#[test]
 fn s3_fifo_lets_one_hit_wonders_go_and_keeps_what_comes_back() {
     let mut policy = S3Fifo::new(10);
     for h in 0..5 {
@@ -292,6 +312,43 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
 }
 
 proptest! {
+    /// Told of all hits of a call at once, also of blocks that left meanwhile, a policy thinks what it
+    /// does when it is told of one after the other.
+    #[test]
+    fn hits_of_one_call_are_hits(ops in ops(), hits in 1usize..9, which in 0..NAMES.len()) {
+        let mut policies = [(); 2].map(|()| by_name(NAMES[which], 64).unwrap());
+        let mut resident = HashSet::new();
+        let mut told: Vec<Handle> = Vec::new();
+        for op in ops {
+            match op {
+                Op::Insert(x) if resident.insert(Handle::from(x)) => policies.iter_mut().for_each(|policy| {
+                    policy.on_insert(x.into(), &Meta { fingerprint: x.into(), ..meta(None) });
+                }),
+                Op::Hit(x) => {
+                    told.push(x.into());
+                    if told.len() == hits {
+                        let [one, other] = &mut policies;
+                        one.on_hits(&told);
+                        told.drain(..).for_each(|h| other.on_hit(h));
+                    }
+                }
+                Op::Evict(n) => {
+                    let [one, other] = policies.each_mut().map(|policy| victims(&mut **policy, n.into()));
+                    prop_assert_eq!(&one, &other);
+                    for h in one {
+                        resident.remove(&h);
+                        policies.iter_mut().for_each(|policy| policy.on_remove(h));
+                    }
+                }
+                Op::Insert(_) | Op::Pin(_) => {}
+            }
+            prop_assert_eq!(policies[0].len(), resident.len());
+            prop_assert_eq!(policies[0].memory_bytes(), policies[1].memory_bytes());
+        }
+        let [one, other] = policies.each_mut().map(|policy| victims(&mut **policy, 1000));
+        prop_assert_eq!(one, other);
+    }
+
     /// Whatever the policy: it names only what it was told of, nothing twice, nothing that is not
     /// eligible, children before parents where chains count, and all of it if asked for enough.
     #[test]
