@@ -227,7 +227,7 @@ impl Order {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shares::{Need, Search};
+    use crate::shares::{Need, Quota, Search};
 
     #[test]
     fn a_parent_stays_for_a_block_on_its_way_but_not_for_another_use_of_its_handle() {
@@ -260,6 +260,34 @@ mod tests {
             let mut search = Search::new(tier, Need::Tier);
             shares.victims(&mut search, 4, &mut |_| true, &mut victims);
             assert_eq!(victims, order, "tier {tier}");
+        }
+    }
+
+    #[test]
+    fn whose_blocks_are_used_keeps_them_longer() {
+        let mut shares = Shares::new("lru-leaf", vec![64], false).unwrap();
+        let quota = Quota {
+            cap: vec![Some(1 << 20)],
+            ..Quota::default()
+        };
+        for (tag, h) in [(1, 0), (2, 1)] {
+            shares
+                .set_quota(tag, &quota, &[("dram", 64 << 12)])
+                .unwrap();
+            shares.attach(h, tag);
+            let meta = Meta {
+                pages: 1,
+                ..Meta::default()
+            };
+            shares.enter(0, h, tag, &meta);
+        }
+        // Where both are as much used, it is the first one.
+        for (used, victim) in [(0, 1), (1, 0), (1, 0), (0, 0), (0, 1)] {
+            shares.on_hits([(0, used); 3].into_iter());
+            let mut victims = Vec::new();
+            let mut search = Search::new(0, Need::Tier);
+            shares.victims(&mut search, 1, &mut |_| true, &mut victims);
+            assert_eq!(victims, [victim]);
         }
     }
 

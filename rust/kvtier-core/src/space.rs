@@ -76,6 +76,14 @@ impl Heir {
         }
         self.pin.is_some()
     }
+
+    /// Has those look again who wait below the cap of the namespace whose block left. (Of a slot that is freed
+    /// all who wait hear.)
+    fn tell(&self, arena: &Arena, order: &Order, tier: usize, tag: u64) {
+        if self.pin.is_some() && order.shares.cap(tier, tag).is_some() {
+            arena.notify();
+        }
+    }
 }
 
 /// Victims that one look at the policy asks for.
@@ -360,6 +368,7 @@ impl Inner {
             entry.memory[tier] = NOWHERE;
             order.shares.leave(tier, h, tag, pages);
             memory.stats.drops.add(1);
+            heir.tell(arena, &order, tier, tag);
             return Left::Freed;
         }
         drop(order);
@@ -381,6 +390,7 @@ impl Inner {
             {
                 entry.memory[tier] = NOWHERE;
                 order.shares.leave(tier, h, tag, pages);
+                heir.tell(&memory.arena, &order, tier, tag);
             }
             self.drop_entry(&mut shard, &mut order, h);
             order.shares.count(tag, |account| account.evicted += 1);
