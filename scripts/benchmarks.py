@@ -53,15 +53,14 @@ CPU_AIM = 0.12
 """CPU seconds per GiB of a transfer, for rows of their own."""
 
 REASONS = {
-    "dram_put_64k": "a put into a full tier also evicts. The copy with its checksum takes 0.9 of memcpy's time, which leaves "
-    "0.2 of that for the rest to meet the aim. With all tables in the processor's cache (4 KiB blocks in 8 MiB) the rest takes "
-    "nearly 0.4: a quarter of it borrows the buffer and looks for the key, and the index, the policy, the allocator, BLAKE3 and "
-    "their locks take less than a tenth each. Tables that are not in the cache add 0.15, over a third of it in the miss at the "
-    "entry that leaves, which only the policy could name ahead of time. `auto` names what leaves in 0.29 µs, where `lru-leaf` takes "
-    "0.07, and learns from each put: with `lru-leaf` the rows were 0.70, 0.56 for single blocks, and 0.65 for chained ones",
-    "dram_get_64k": "the next blocks' entries, pins and first bytes are fetched beside each copy. In a profile seven tenths are "
-    "the copy with its checksum; the largest part of the rest, 4 %, waits for stores past the cache to arrive. `auto` notes a hit in 0.08 µs, where `lru-leaf` takes 0.01, and in more where its "
-    "tables left the cache: with that it came to 0.85, and single blocks to 0.61 to 0.65",
+    "dram_put_64k": "a put into a full tier also evicts. In a profile 56 % is the copy with its checksum, which goes past the cache at the "
+    "pace of memory, and 8 % waits for it to arrive. 17 % is `auto`: naming what leaves, and learning from each put, in tables that "
+    "left the cache. The rest is index, locks, allocator, BLAKE3 and the call, of which nothing takes over 3 %. Run in turns, "
+    "`lru-leaf` came to 0.73, 0.67 and 0.72 where it had 0.66, 0.60 and 0.62. Fetching ahead what a put will need of the tables gained 2 to 3 % and was "
+    "left out, as it touched each of them",
+    "dram_get_64k": "in a profile 77 % is the copy with its checksum, which waits for memory, 3 % waits for it to arrive, 3 % is BLAKE3, and "
+    "6 % is what `auto` notes of hits: run in turns, `lru-leaf` came to 0.89 where it had 0.86. Pinning eight blocks, copying them one "
+    "right after the other and only then checking them was tried: the waits moved into the copies, and nothing was gained",
     "nvme_read_64k_single": "whoever asks sends the read and waits for the device himself, without a thread between. Two fifths "
     "of the store's own time are the check and the copy, as from memory; the rest makes room for the block and enters it into the "
     "index, through tables that left the cache while the device was waited for",
@@ -74,8 +73,7 @@ REASONS = {
     "(`nvme_write_1m_beside_copies`). Smaller blocks also cost more work each: in a profile of 64 KiB, copy "
     "and verification are three tenths of the CPU time, the kernel a quarter, and the rest is the index, policies, journal and "
     "hand-overs between four threads",
-    "victim_share_64k": "borrowing 4,096 buffers takes 0.35 ms of a call's 13.6, under the interpreter's lock; making as many "
-    "results comes on top",
+    "victim_share_64k": "borrowing 4,096 arrays, and making as many results, takes the interpreter's lock",
 }
 """Why an aim is missed, by the beginning of the row's name; the longest that fits."""
 
@@ -85,17 +83,17 @@ BESIDE = """
 `scripts/peers.py` prints this table; it is kept by hand, as the peers are no requirement of kvtier. Measured on 2026-11-30 on 2
 cores of AMD EPYC, Linux 6.18: blocks of 64 KiB, 256 MiB of data, source and destination the caller's, on huge pages; one
 thread calls, for one block or for 512 (32 MiB). Each cell is kvtier's GB/s / the store's = the ratio, medians of 15 alternating
-pairs, and the interquartile range of the ratios. `auto` was changed once more since, and a put takes 5 to 11 % longer. Each store's own memory is as it allocates it: on huge pages that of
-kvtier and the arena. Copies of the same blocks and nothing else came to 19.9 GB/s by libc in
-that run, and to 23.8 past the cache.
+pairs, and the interquartile range of the ratios. Each store's own memory is as it allocates it: on huge pages that of
+kvtier and the arena. Copies of the same blocks and nothing else came to 21.4 GB/s by libc in
+that run, and to 24.2 past the cache.
 
 | store | get, one a call | get, 512 a call | put, one a call | put, 512 a call |
 |---|---|---|---|---|
-| arena + numpy copy | 13.7 / 16.8 = **0.8** (7%) | - | 11.4 / 17.2 = **0.7** (6%) | - |
-| lmcache 0.5.6 | 11.4 / 8.27 = **1.4** (3%) | 17.7 / 9.64 = **1.8** (11%) | 11.1 / 2.68 = **4.1** (13%) | 13.1 / 2.75 = **4.8** (9%) |
-| mooncake 0.3.13.post1 | 12.1 / 0.593 = **20.2** (16%) | 17 / 9.3 = **1.8** (6%) | 11.5 / 0.745 = **15.6** (55%) | 12.7 / 6.22 = **1.9** (18%) |
-| lmdb 3.0.0, writemap | 10.5 / 9.97 = **1.1** (23%) | 17.5 / 13.7 = **1.3** (6%) | 10.9 / 8.46 = **1.3** (11%) | 13.3 / 9.49 = **1.3** (10%) |
-| redis 7.0.15, one connection | 11.5 / 1.47 = **7.8** (22%) | 14.5 / 1.09 = **14.0** (17%) | 10.7 / 1.4 = **7.8** (10%) | 11.6 / 0.65 = **17.0** (32%) |
+| arena + numpy copy | 13.9 / 17.6 = **0.8** (9%) | - | 13.6 / 18 = **0.8** (8%) | - |
+| lmcache 0.5.6 | 14.2 / 10.8 = **1.3** (5%) | 18.4 / 10.9 = **1.7** (2%) | 12.2 / 2.9 = **4.2** (4%) | 14.6 / 2.88 = **5.1** (4%) |
+| mooncake 0.3.13.post1 | 13.8 / 0.742 = **18.8** (7%) | 18.4 / 10.5 = **1.8** (9%) | 12.6 / 0.438 = **28.7** (9%) | 14.2 / 7.88 = **1.9** (8%) |
+| lmdb 3.0.0, writemap | 13.9 / 12.9 = **1.1** (8%) | 18.7 / 15.1 = **1.3** (6%) | 12.6 / 10.3 = **1.2** (4%) | 14.3 / 12.5 = **1.2** (5%) |
+| redis 7.0.15, one connection | 13.8 / 0.754 = **17.9** (12%) | 18.8 / 1.12 = **16.6** (67%) | 13.2 / 0.789 = **17.2** (8%) | 14.4 / 0.837 = **18.2** (10%) |
 
 kvtier runs with its defaults: every get verifies the block's checksum, every put makes one and evicts. None of the others
 verifies a payload. What they do:
@@ -103,7 +101,7 @@ verifies a payload. What they do:
 - **arena + numpy copy**: one array on huge pages: no index, no eviction, nothing but the bytes.
 - **LMCache**: its `LocalCPUBackend` alone, without the engine around it: a dictionary under a lock, LRU that evicts on put, and lent
   tensors, which are copied out with torch on one thread (on two, torch's default here, gets came to 1.7 and 2.8 in
-  a run of their own). A get notes no use.
+  an earlier run of their own). A get notes no use.
 - **Mooncake** (the wheel without CUDA): a master in a process of its own, which each call asks; over half of what this process
   works for it is on threads of its own, beside the caller. Emptied between laps of puts, so none evicts.
 - **lmdb**: a writable map in a file in memory, never synced; it lends memory, which is copied out. A put replaces a block, nothing
@@ -111,14 +109,14 @@ verifies a payload. What they do:
 - **Redis** (client 8.1.0 with hiredis 3.5.0): a server in a process of its own over a Unix socket; LRU that evicts on put; what it answers
   is copied out.
 
-The aim is twice each of them in gets. One block a call reaches it against Mooncake (20.2) and Redis (7.8), not against
-LMCache (1.4) and lmdb (1.1); 512 a call against Redis (14.0), not against LMCache and Mooncake (1.8 each) and lmdb (1.3).
+The aim is twice each of them in gets. One block a call reaches it against Mooncake (18.8) and Redis (17.9), not against
+LMCache (1.3) and lmdb (1.1); 512 a call against Redis (16.6), not against LMCache (1.7), Mooncake (1.8) and lmdb (1.3).
 
-A get in batches is little more than the copy: 17.7 GB/s are 0.89 of libc's. Twice lmdb would be 27.4, more than the machine
-copies in either way, and twice LMCache and Mooncake 19.3 and 18.6. A block of its own takes kvtier about 2 µs more
+A get in batches is little more than the copy: 18.7 GB/s are 0.87 of libc's. Twice lmdb would be 30.2, more than one thread
+copies here in either way, and twice LMCache and Mooncake 21.8 and 21.0. A block of its own takes kvtier about 1.2 µs more
 than one of a batch (the call from Python, and nothing is fetched ahead); the arena alone, without index, pin, policy and
 checksum, is faster there (0.8). Puts reach twice LMCache, Redis and, for one block, Mooncake (in batches 1.9); they
-are 1.3 times lmdb's, which overwrites in place of evicting, and 0.7 of the arena's.
+are 1.2 times lmdb's, which overwrites in place of evicting, and 0.8 of the arena's.
 """
 """The end of the page. What `scripts/peers.py` prints goes here by hand."""
 
