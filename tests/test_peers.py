@@ -51,5 +51,22 @@ def test_a_store_that_gives_other_bytes_is_not_measured() -> None:
 
 def test_the_page_keeps_its_section() -> None:
     names: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "benchmarks.py"))
-    assert names["_page"]([], datetime.datetime.now(datetime.UTC)).endswith(names["BESIDE"])
+    assert names["_page"]([], datetime.datetime.now(datetime.UTC), 5).endswith(names["BESIDE"])
     assert names["PAGE"].read_text().endswith(names["BESIDE"])
+
+
+def test_a_row_of_the_page_is_the_median_of_all_runs() -> None:
+    names: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "benchmarks.py"))
+
+    def run(get: float, cpu: float) -> list[dict[str, Any]]:
+        common = {"unit": "GB/s", "bound": 10.0, "bound_name": "bound", "spread": 0.1}
+        return [
+            {"name": "dram_get_64k", "value": get * 10, "ratio": get, **common},
+            {"name": "nvme_read_64k_cpu_s_per_gib", "value": cpu, "ratio": 1 / cpu, **common},
+        ]
+
+    rows = names["_combined"]([run(0.95, 0.11), run(0.80, 0.10), run(0.91, 0.15)])
+    assert [row["value"] for row in rows] == [9.1, 0.11]
+    assert [row["range"] for row in rows] == [(0.80, 0.95), (0.10, 0.15)]
+    page = names["_page"](rows, datetime.datetime.now(datetime.UTC), 3)
+    assert "| `dram_get_64k` | 9.1 GB/s | 10 (bound) | 0.91 | 10% | 0.80 to 0.95 | >= 0.9 | met |" in page
