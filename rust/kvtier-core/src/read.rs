@@ -188,7 +188,7 @@ impl Store {
         let mut used: Vec<(usize, Handle)> = Vec::with_capacity(requests.len());
         let begun = Instant::now();
         let mut started = begun;
-        let mut bytes = vec![0; inner.memory.len()];
+        let mut bytes = vec![0; inner.tiers()];
         for (i, request) in requests.iter().enumerate() {
             inner.foresee(&requests[i + 1..]);
             let first = ahead.take(i, |next| {
@@ -204,25 +204,25 @@ impl Store {
             match got {
                 Ok((tier, h)) => {
                     used.push((tier, h));
-                    if let Some(sum) = bytes.get_mut(tier) {
-                        *sum += request.bytes();
-                    }
+                    bytes[tier] += request.bytes();
                     if tier == inner.memory.len() {
                         inner.spent.note(h);
-                    } else {
+                    } else if inner.cold.is_some() {
                         inner.spent.used(h);
                     }
-                    let stats = inner.tier_stats(tier);
-                    stats.hits.add(1);
-                    stats.hit_bytes.add(request.bytes() as u64);
-                    stats.get.record(taken);
+                    inner.tier_stats(tier).get.record(taken);
                 }
                 Err(_) => inner.stats.misses.add(1),
             }
             results.push(got.map(|(tier, _)| inner.tier_name(tier)));
         }
-        for (tier, sum) in inner.memory.iter().zip(bytes) {
-            if let (Some(pacer), 1..) = (&tier.pacer, sum) {
+        for (tier, &sum) in bytes.iter().enumerate() {
+            let hits = used.iter().filter(|used| used.0 == tier).count();
+            let stats = inner.tier_stats(tier);
+            stats.hits.add(hits as u64);
+            stats.hit_bytes.add(sum as u64);
+            let pacer = inner.memory.get(tier).and_then(|m| m.pacer.as_ref());
+            if let (Some(pacer), 1..) = (pacer, sum) {
                 pacer.pass_since(sum, begun);
             }
         }
