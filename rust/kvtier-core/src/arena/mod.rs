@@ -5,12 +5,13 @@
 //! the store that gave it.
 
 pub mod backing;
+mod waiters;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU8;
 
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Mutex, MutexGuard};
 use kvtier_codec::checksum::{prefetch, prefetch_lines};
 use kvtier_codec::image::PAGE;
 use kvtier_nvme::slots::{BUSY, FREE, LOST, Owner, Run, Slots};
@@ -18,6 +19,9 @@ use kvtier_nvme::slots::{BUSY, FREE, LOST, Owner, Run, Slots};
 use crate::error::{Error, Result};
 use crate::pin::{PinWord, Unpinned};
 use backing::Backing;
+use waiters::Waiters;
+
+pub use waiters::Waiter;
 
 /// A mapping divided into slots, with a pin word for each.
 pub struct Arena {
@@ -32,72 +36,7 @@ pub struct Arena {
     prefaulted: AtomicUsize,
     /// Set under the lock of `slots`.
     closed: AtomicBool,
-    space: Space,
-}
-
-/// Wakes those who wait for room.
-#[derive(Default)]
-struct Space {
-    waiting: AtomicUsize,
-    changes: Mutex<Changes>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct Changes {
-    count: u64,
-    /// The fewest free pages that somebody sleeps for.
-    least: Option<u32>,
-}
-
-impl Space {
-    /// Counts a change, and wakes those for whom so many pages that are free now are enough.
-    fn tell(&self, free: Option<u32>) {
-        if self.waiting.load(Ordering::SeqCst) == 0 {
-            return;
-        }
-        let mut changes = self.changes.lock();
-        changes.count += 1;
-        let enough = |least| free.is_none_or(|free| free >= least);
-        if changes.least.is_some_and(enough) {
-            changes.least = None;
-            drop(changes);
-            self.changed.notify_all();
-        }
-    }
-}
-
-/// Somebody who looks for room, and is told of every slot that is freed or let go while it lives.
-pub struct Waiter<'a>(&'a Space);
-
-impl Waiter<'_> {
-    /// A number that grows with each change. Read it, look for room, then [`Waiter::wait`].
-    pub fn seen(&self) -> u64 {
-        self.0.changes.lock().count
-    }
-
-    /// Waits until something changed since `seen`, or until `deadline`. Slots that are freed do not
-    /// end the wait before `least` pages are free: who needs many takes them at once.
-    pub fn wait(&self, seen: u64, least: u32, deadline: std::time::Instant) {
-        let mut changes = self.0.changes.lock();
-        changes.least = Some(changes.least.map_or(least, |other| other.min(least)));
-        while changes.count == seen {
-            if self
-                .0
-                .changed
-                .wait_until(&mut changes, deadline)
-                .timed_out()
-            {
-                return;
-            }
-        }
-    }
-}
-
-impl Drop for Waiter<'_> {
-    fn drop(&mut self) {
-        self.0.waiting.fetch_sub(1, Ordering::SeqCst);
-    }
+    waiters: Waiters,
 }
 
 /// A slot that stays where it is, and keeps its bytes, while this lives.
@@ -119,7 +58,7 @@ impl Arena {
             lost: AtomicU32::new(0),
             prefaulted: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
-            space: Space::default(),
+            waiters: Waiters::default(),
         })
     }
 
@@ -309,7 +248,7 @@ impl Arena {
         }
         let free = slots.free_pages();
         drop(slots);
-        self.space.tell(Some(free));
+        self.waiters.tell(Some(free));
     }
 
     /// The cheapest stretch to clear for a slot of `pages` pages, with the runs in it.
@@ -370,18 +309,17 @@ impl Arena {
 
     /// Announces that the caller looks for room: from now on it is told of what changes.
     pub fn waiter(&self) -> Waiter<'_> {
-        self.space.waiting.fetch_add(1, Ordering::SeqCst);
-        Waiter(&self.space)
+        self.waiters.waiter()
     }
 
     /// Does anybody look for room?
     pub fn is_awaited(&self) -> bool {
-        self.space.waiting.load(Ordering::SeqCst) > 0
+        self.waiters.is_awaited()
     }
 
     /// Has all who wait for room look again.
     pub fn notify(&self) {
-        self.space.tell(None);
+        self.waiters.tell(None);
     }
 
     /// Bytes that are known to be backed by memory.
