@@ -10,7 +10,6 @@ use kvtier_core::error::Kind;
 use kvtier_core::layout::{Layer, Layout, Selection, Tokens};
 use kvtier_core::load::Miss;
 use kvtier_core::put::{Block, Put};
-use kvtier_core::read::Out;
 use kvtier_core::shares::Quota;
 use kvtier_core::store::{Namespace, Store};
 
@@ -229,22 +228,12 @@ fn a_deadline_that_passes_at_the_first_look_is_one() {
 fn of_what_was_read_together_the_first_is_the_last_to_leave() {
     let store = dram_by_age(2 << 20);
     let ns = opaque(b"order");
-    let names = [key(0), key(1), key(2)];
-    for (n, name) in names.iter().enumerate() {
-        put(&store, &ns, name, &bytes(n as u64, 100_000), None);
+    let blocks: Vec<_> = (0..3).map(|n| (key(n), bytes(n, 100_000))).collect();
+    for (name, data) in &blocks {
+        put(&store, &ns, name, data, None);
     }
-    let mut data = vec![vec![0; 100_000]; 3];
-    let outs: Vec<Out> = data
-        .iter_mut()
-        .map(|out| Out {
-            ptr: out.as_mut_ptr(),
-            len: out.len(),
-        })
-        .collect();
-    let keys = names.each_ref().map(|name| &name[..]);
-    // SAFETY: the buffers live through the call.
-    let got = unsafe { store.get_into(&ns, &keys, &outs, &Selection::default(), soon()) };
-    assert!(got.unwrap().iter().all(Result::is_ok));
+    assert!(get_all(&store, &ns, &blocks).iter().all(Result::is_ok));
+    let keys: Vec<&[u8]> = blocks.iter().map(|(name, _)| &name[..]).collect();
     let mut left = 3;
     for n in 10..100 {
         put(&store, &ns, &key(n), &bytes(n, 100_000), None);
