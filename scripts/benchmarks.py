@@ -55,10 +55,10 @@ CPU_AIM = 0.12
 REASONS = {
     "dram_put_64k": "a put into a full tier also evicts. In a profile 56 % is the copy with its checksum, which goes past the cache at the "
     "pace of memory, and 8 % waits for it to arrive. 17 % is `auto`: naming what leaves, and learning from each put, in tables that "
-    "left the cache. The rest is index, locks, allocator, BLAKE3 and the call, of which nothing takes over 3 %. Run in turns, "
-    "`lru-leaf` came to 0.73, 0.67 and 0.72 where it had 0.66, 0.60 and 0.62. Fetching ahead what a put will need of the tables gained 2 to 3 % and was "
+    "left the cache. The rest is index, locks, allocator, BLAKE3 and the call, of which nothing takes over 4 %. Run in turns, "
+    "`lru-leaf` came to 0.73, 0.67 and 0.72 where it had 0.66, 0.60 and 0.62. Fetching ahead what a put will need of the tables gained 2 to 4 % and was "
     "left out, as it touched each of them",
-    "dram_get_64k": "in a profile 77 % is the copy with its checksum, which waits for memory, 3 % waits for it to arrive, 3 % is BLAKE3, and "
+    "dram_get_64k": "in a profile 77 % is the copy with its checksum, which waits for memory, 4 % waits for it to arrive, 3 % is BLAKE3, and "
     "6 % is what `auto` notes of hits: run in turns, `lru-leaf` came to 0.89 where it had 0.86. Pinning eight blocks, copying them one "
     "right after the other and only then checking them was tried: the waits moved into the copies, and nothing was gained",
     "nvme_read_64k_single": "whoever asks sends the read and waits for the device himself, without a thread between. Two fifths "
