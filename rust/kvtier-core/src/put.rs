@@ -3,14 +3,23 @@
 use std::time::Instant;
 
 use kvtier_codec::checksum::{copy_hash64_unfenced, fence};
-use kvtier_codec::image::{self, Id, Segment, Shape};
+use kvtier_codec::image::{self, Id, PAGE, Root, Segment, Shape};
 
+use crate::arena::Pin;
 use crate::error::{Error, Kind, Result};
 use crate::index::{Entry, MEMORY_TIERS, NOWHERE, Shard};
 use crate::key;
 use crate::order::Known;
 use crate::policy::Handle;
+use crate::shares::Claim;
 use crate::store::{Inner, Namespace, Store};
+
+/// Puts of a call that are done together, at most, so many bytes, and at most this part of the tier: all
+/// find room, all are copied, all are made visible. What the first and the last of that need stays in the
+/// cache, which a copy fills.
+const WINDOW: usize = 32;
+const WINDOW_BYTES: usize = 1 << 20;
+const WINDOW_PART: usize = 64;
 
 /// A block to store.
 #[derive(Clone, Copy, Debug)]
@@ -48,11 +57,17 @@ impl Store {
     pub fn put(&self, ns: &Namespace, block: &Block<'_>, deadline: Instant) -> Result<Put> {
         self.inner.check_open()?;
         let checked = check(ns, block)?;
-        let mut started = Instant::now();
-        let patience = (started < deadline).then_some(deadline);
-        let put = self.inner.put(ns, block, &checked, patience);
-        self.inner.count_put(&put, &mut started);
-        put
+        let begun = Instant::now();
+        let patience = (begun < deadline).then_some(deadline);
+        let mut slot = match self.inner.begin_put(ns, &checked, |_| false, patience)? {
+            Started::Done(put) => return Ok(put),
+            Started::Slot(slot) => slot,
+        };
+        slot.fill(ns, block, &checked);
+        fence();
+        let put = self.inner.end_put(ns, block, &checked, slot);
+        self.inner.count_puts(&[put], begun);
+        Ok(put)
     }
 
     /// Stores blocks in order. What is wrong with a block is said before any is stored; a lack of
@@ -68,21 +83,12 @@ impl Store {
             .iter()
             .map(|block| check(ns, block))
             .collect::<Result<Vec<_>>>()?;
-        let mut started = Instant::now();
-        blocks
-            .iter()
-            .zip(checked)
-            .map(|(block, checked)| {
-                let patience = (started < deadline).then_some(deadline);
-                let put = self.inner.put(ns, block, &checked, patience);
-                self.inner.count_put(&put, &mut started);
-                put.or_else(|error| match error.kind() {
-                    Kind::Full => Ok(Put::Full),
-                    Kind::Deadline => Ok(Put::Deadline),
-                    _ => Err(error),
-                })
-            })
-            .collect()
+        let mut puts = Vec::with_capacity(blocks.len());
+        while puts.len() < blocks.len() {
+            let (blocks, checked) = (&blocks[puts.len()..], &checked[puts.len()..]);
+            puts.extend(self.inner.put_some(ns, blocks, checked, deadline)?);
+        }
+        Ok(puts)
     }
 }
 
@@ -119,6 +125,30 @@ fn check(ns: &Namespace, block: &Block<'_>) -> Result<Checked> {
     })
 }
 
+/// A put that is settled, or has a slot to fill.
+enum Started<'a> {
+    Done(Put),
+    Slot(Slot<'a>),
+}
+
+/// A slot for a block, and what it holds until then.
+struct Slot<'a> {
+    pin: Pin,
+    parent: Parent<'a>,
+    root: Root,
+    _claim: Claim,
+}
+
+/// Where a block's parent is.
+enum Parent<'a> {
+    /// It has none.
+    None,
+    /// In the store.
+    There(Expected<'a>),
+    /// Among the puts that are done together with it, and before it.
+    Coming(Id),
+}
+
 /// A block to come, for whose sake its parent stays.
 struct Expected<'a> {
     inner: &'a Inner,
@@ -131,14 +161,95 @@ impl Drop for Expected<'_> {
     }
 }
 
+impl Slot<'_> {
+    /// Copies the block there; a [`fence`] must follow.
+    fn fill(&mut self, ns: &Namespace, block: &Block<'_>, checked: &Checked) {
+        let shape = checked.shape;
+        let mut table = Vec::with_capacity(shape.segments());
+        for (offset, len) in ns.layout.segments(shape) {
+            let (to, from) = (self.pin.ptr(), block.data[offset..].as_ptr());
+            // SAFETY: the slot is ours alone and at least `payload` bytes long, and so is `data`.
+            let checksum = unsafe { copy_hash64_unfenced(to.add(offset), from, len) };
+            table.push(Segment {
+                offset: offset as u32,
+                len: len as u32,
+                checksum,
+            });
+        }
+        // SAFETY: the slot is ours alone until it is published, and as long as the image.
+        let bytes = unsafe { self.pin.bytes_mut(shape.image_len()) };
+        self.root = image::seal(bytes, shape, &checked.id, 0, 0, &table);
+    }
+}
+
 impl Inner {
-    fn put(
+    /// How many of these puts are done together, at least one: those whose order does not matter before all
+    /// have a slot.
+    fn window(&self, puts: &[Checked]) -> usize {
+        let room = (WINDOW_BYTES / PAGE).min(self.memory[0].arena.pages() as usize / WINDOW_PART);
+        let mut pages = 0;
+        let together = puts.iter().enumerate().take_while(|&(i, put)| {
+            pages += put.shape.pages() as usize;
+            let fits = pages <= room && put.replaces.is_none();
+            fits && !puts[..i].iter().any(|before| before.id == put.id)
+        });
+        together.take(WINDOW).count().max(1)
+    }
+
+    /// Does the first of these puts, and those that can be done together with it.
+    fn put_some(
         &self,
         ns: &Namespace,
-        block: &Block<'_>,
+        blocks: &[Block<'_>],
+        checked: &[Checked],
+        deadline: Instant,
+    ) -> Result<Vec<Put>> {
+        let window = self.window(checked);
+        let begun = Instant::now();
+        let patience = (begun < deadline).then_some(deadline);
+        let mut started: Vec<Started<'_>> = Vec::with_capacity(window);
+        for (i, next) in checked[..window].iter().enumerate() {
+            // Who waits for room must not hold any: those before go first.
+            let patience = patience.filter(|_| i == 0);
+            let comes = |parent: &Id| {
+                let mut before = started.iter().zip(checked);
+                before.any(|(one, put)| matches!(one, Started::Slot(_)) && put.id == *parent)
+            };
+            match self.begin_put(ns, next, comes, patience) {
+                Ok(one) => started.push(one),
+                Err(_) if i > 0 => break,
+                Err(error) => match error.kind() {
+                    Kind::Full => return Ok(vec![Put::Full]),
+                    Kind::Deadline => return Ok(vec![Put::Deadline]),
+                    _ => return Err(error),
+                },
+            }
+        }
+        for ((one, block), checked) in started.iter_mut().zip(blocks).zip(checked) {
+            if let Started::Slot(slot) = one {
+                slot.fill(ns, block, checked);
+            }
+        }
+        fence();
+        let ended = started.into_iter().zip(blocks).zip(checked);
+        let puts: Vec<Put> = ended
+            .map(|((one, block), checked)| match one {
+                Started::Done(put) => put,
+                Started::Slot(slot) => self.end_put(ns, block, checked, slot),
+            })
+            .collect();
+        self.count_puts(&puts, begun);
+        Ok(puts)
+    }
+
+    /// Sees to a slot for a block. `comes`: will this be in the store before the block is?
+    fn begin_put(
+        &self,
+        ns: &Namespace,
         checked: &Checked,
+        comes: impl Fn(&Id) -> bool,
         deadline: Option<Instant>,
-    ) -> Result<Put> {
+    ) -> Result<Started<'_>> {
         let (id, shape) = (checked.id, checked.shape);
         self.expire(ns, &id);
         if let Some(parent) = &checked.parent {
@@ -147,62 +258,63 @@ impl Inner {
         if let Some(tier) = self.touch(&id, shape)? {
             self.stats.present.add(1);
             self.remove_replaced(checked);
-            return Ok(Put::Present(tier));
+            return Ok(Started::Done(Put::Present(tier)));
         }
         // Making room must not take just the parent.
         let parent = match checked.parent {
-            None => None,
+            None => Parent::None,
+            Some(parent) if comes(&parent) => Parent::Coming(parent),
             Some(parent) => match self.index.find(&parent).and_then(|p| self.expect_child(p)) {
-                None => return Ok(self.orphan()),
-                expected => expected,
+                None => return Ok(Started::Done(self.orphan())),
+                Some(expected) => Parent::There(expected),
             },
         };
-        let (pin, _claim) = self.reserve(0, shape.pages(), ns.tag(), deadline)?;
-        let mut table = Vec::with_capacity(shape.segments());
-        for (offset, len) in ns.layout.segments(shape) {
-            // SAFETY: the slot is ours alone and at least `payload` bytes long, and so is `data`.
-            let checksum = unsafe {
-                copy_hash64_unfenced(pin.ptr().add(offset), block.data[offset..].as_ptr(), len)
-            };
-            table.push(Segment {
-                offset: offset as u32,
-                len: len as u32,
-                checksum,
-            });
-        }
-        // SAFETY: the slot is ours alone until it is published, and as long as the image.
-        let bytes = unsafe { pin.bytes_mut(shape.image_len()) };
-        let root = image::seal(bytes, shape, &id, 0, 0, &table);
-        fence();
+        let (pin, claim) = self.reserve(0, shape.pages(), ns.tag(), deadline)?;
+        Ok(Started::Slot(Slot {
+            pin,
+            parent,
+            root: Root([0; 16]),
+            _claim: claim,
+        }))
+    }
 
-        let mut entry = Entry::new(id, ns.tag(), shape, block.importance);
-        entry.root = root;
+    /// Counts the time of puts that began when this says, and end now.
+    fn count_puts(&self, puts: &[Put], begun: Instant) {
+        let each = begun.elapsed() / puts.len().max(1) as u32;
+        let stored = |put: &&Put| matches!(put, Put::Stored(_));
+        for _ in puts.iter().filter(stored) {
+            self.stats.put.record(each);
+        }
+    }
+
+    /// Makes a block visible whose slot is filled.
+    fn end_put(&self, ns: &Namespace, block: &Block<'_>, checked: &Checked, slot: Slot<'_>) -> Put {
+        let (pin, shape) = (&slot.pin, checked.shape);
+        let parent = match &slot.parent {
+            Parent::None => Some(None),
+            Parent::There(expected) => Some(Some(expected.parent)),
+            Parent::Coming(id) => self.index.find(id).map(Some),
+        };
+        let mut entry = Entry::new(checked.id, ns.tag(), shape, block.importance);
+        entry.root = slot.root;
         entry.memory[0] = pin.start();
-        let published = self.publish(entry, parent.as_ref().map(|p| p.parent));
+        let published = parent.map_or(Put::Orphan, |parent| self.publish(entry, parent));
         match published {
             Put::Stored(_) => {}
             other => {
-                pin.discard();
-                return Ok(match other {
+                slot.pin.discard();
+                return match other {
                     Put::Orphan => self.orphan(),
                     other => other,
-                });
+                };
             }
         }
-        drop(pin);
+        drop(slot);
         self.stats.puts.add(1);
         self.stats.put_bytes.add(shape.payload() as u64);
         self.memory[0].stats.inserts.add(1);
         self.remove_replaced(checked);
-        Ok(published)
-    }
-
-    /// Counts the time of a put that began when this says, and that the next one begins now.
-    fn count_put(&self, put: &Result<Put>, started: &mut Instant) {
-        let begun = std::mem::replace(started, Instant::now());
-        if matches!(put, Ok(Put::Stored(_))) {
-            self.stats.put.record(*started - begun);
-        }
+        published
     }
 
     fn expect_child(&self, parent: Known) -> Option<Expected<'_>> {

@@ -118,6 +118,35 @@ fn work(store: &Store, ns: &Namespace, seed: u64, steps: usize) {
     }
 }
 
+/// A chain is put in one call while its first block's parent is removed.
+fn chain_and_removal(turn: u64) {
+    let store = Arc::new(Store::open(in_memory(turn)).unwrap());
+    let ns = opaque(b"chain");
+    let names: Vec<[u8; 32]> = (0..3).map(key).collect();
+    let data = bytes(1, 4096); // several fit into what is done together
+    put(&store, &ns, &names[0], &data, None);
+    let remover = {
+        let (store, ns) = (store.clone(), ns.clone());
+        thread::spawn(move || store.remove(&ns, &[&key(0)]).unwrap())
+    };
+    let block = |n: usize| Block {
+        key: &names[n],
+        data: &data,
+        parent: Some(&names[n - 1]),
+        replaces: None,
+        importance: 0.0,
+    };
+    let puts = store.put_many(&ns, &[block(1), block(2)], soon()).unwrap();
+    remover.join().unwrap();
+    assert!(
+        puts.iter()
+            .all(|put| matches!(put, Put::Stored(_) | Put::Orphan))
+    );
+    let keys: Vec<&[u8]> = names.iter().map(|name| &name[..]).collect();
+    assert_eq!(store.contains(&ns, &keys).unwrap(), [false; 3], "{puts:?}");
+    store.close(soon()).unwrap();
+}
+
 fn together(store: Store, turn: u64, threads: u64, steps: usize, close_among: bool) {
     let store = Arc::new(store);
     let ns = opaque(b"races");
@@ -160,6 +189,11 @@ fn puts_reads_leases_and_removals_in_memory() {
         let store = Store::open(in_memory(turn)).unwrap();
         together(store, turn, 3, 5, false);
     });
+}
+
+#[test]
+fn a_chain_whose_root_is_removed_while_it_is_put() {
+    orders(chain_and_removal);
 }
 
 #[test]

@@ -246,7 +246,7 @@ fn of_what_was_read_together_the_first_is_the_last_to_leave() {
 }
 
 #[test]
-fn the_time_of_each_put_of_a_call_is_its_own() {
+fn the_times_of_the_puts_of_a_call_are_parts_of_its_own() {
     let store = dram(32 << 20);
     let ns = opaque(b"time");
     let names: Vec<[u8; 32]> = (0..200).map(key).collect();
