@@ -176,8 +176,13 @@ impl Entry {
 
     /// 64 bits that recognise the block.
     pub fn fingerprint(&self) -> u64 {
-        u64::from_le_bytes(first(&self.id))
+        fingerprint(&self.id)
     }
+}
+
+/// 64 bits that recognise a block.
+pub(crate) fn fingerprint(id: &Id) -> u64 {
+    u64::from_le_bytes(first(id))
 }
 
 /// The first half of an id, by which children name their parent in a journal.

@@ -7,7 +7,7 @@ use kvtier_codec::image::{self, Id, PAGE, Root, Segment, Shape};
 
 use crate::arena::Pin;
 use crate::error::{Error, Kind, Result};
-use crate::index::{Entry, MEMORY_TIERS, NOWHERE, Shard};
+use crate::index::{Entry, MEMORY_TIERS, NOWHERE, Shard, fingerprint};
 use crate::key;
 use crate::order::Known;
 use crate::policy::Handle;
@@ -231,6 +231,13 @@ impl Inner {
             }
         }
         fence();
+        if window > 1 {
+            let coming: Vec<u64> = checked[..started.len()]
+                .iter()
+                .map(|put| fingerprint(&put.id))
+                .collect();
+            self.order.lock().shares.foresee(0, ns.tag(), &coming);
+        }
         let ended = started.into_iter().zip(blocks).zip(checked);
         let puts: Vec<Put> = ended
             .map(|((one, block), checked)| match one {

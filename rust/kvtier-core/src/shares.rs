@@ -277,6 +277,12 @@ impl Shares {
         }
     }
 
+    /// Blocks of this namespace arrive in a tier soon; see [`Policy::foresee`].
+    pub(crate) fn foresee(&self, tier: usize, tag: u64, fingerprints: &[u64]) {
+        let part = &self.tiers[tier].parts[self.group_of(tag)];
+        part.policy.foresee(fingerprints);
+    }
+
     /// A block of this namespace arrived in a tier.
     pub(crate) fn enter(&mut self, tier: usize, h: Handle, tag: u64, meta: &Meta) {
         let (group, place) = self.seat(h);

@@ -517,6 +517,10 @@ impl Policy for Auto {
         self.with(|learned, _| learned.refuse(meta));
     }
 
+    fn foresee(&self, fingerprints: &[u64]) {
+        self.with(|learned, _| learned.foresee_arrivals(fingerprints));
+    }
+
     fn on_insert(&mut self, block: Handle, meta: &Meta) {
         let mut shared = self.shared.lock();
         let Shared { learned, tiers } = &mut *shared;

@@ -1,5 +1,7 @@
 //! What `auto` remembers of blocks that left: eight bytes each.
 
+use kvtier_codec::checksum::prefetch;
+
 use super::paged::{Paged, place_of, split_of};
 
 /// Places at first; so many bits of a hash are told by its place.
@@ -42,6 +44,11 @@ fn hash_at(packed: u64, place: usize) -> u32 {
 }
 
 impl Memory {
+    /// This one is asked for soon: has the processor fetch its place.
+    pub fn foresee(&self, hash: u32) {
+        prefetch(&self.places[place_of(hash, self.len)]);
+    }
+
     /// What is remembered of this one.
     pub fn get(&self, hash: u32) -> Option<Departed> {
         let place = place_of(hash, self.len);

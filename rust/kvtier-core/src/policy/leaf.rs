@@ -127,6 +127,10 @@ impl<P: Policy> Policy for Leaf<P> {
         self.inner.on_refuse(meta);
     }
 
+    fn foresee(&self, fingerprints: &[u64]) {
+        self.inner.foresee(fingerprints);
+    }
+
     fn on_insert(&mut self, block: Handle, meta: &Meta) {
         self.inner.on_insert(block, meta);
         let node = self.node(block);

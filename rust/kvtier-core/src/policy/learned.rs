@@ -169,6 +169,18 @@ impl Learned {
         block
     }
 
+    /// Blocks that no tier holds arrive soon: has the processor fetch what that needs.
+    pub fn foresee_arrivals(&self, fingerprints: &[u64]) {
+        let hashes = || fingerprints.iter().map(|&fingerprint| hash_of(fingerprint));
+        for hash in hashes() {
+            self.departed.foresee(hash);
+            self.reuse.foresee(None, Some(hash));
+        }
+        for hash in hashes() {
+            self.reuse.foresee(Some(hash), None);
+        }
+    }
+
     /// A block arrived in a tier: it was used, unless another tier holds it already.
     pub fn enter(&mut self, tier: usize, block: Handle, meta: &Meta) {
         self.blocks.reach(block as usize);

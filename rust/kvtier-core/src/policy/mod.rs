@@ -57,6 +57,8 @@ pub trait Policy: Send {
     }
     /// A block was used that no tier held, nor any admitted. The first tier is told.
     fn on_refuse(&mut self, _meta: &Meta) {}
+    /// Blocks that these fingerprints recognise arrive soon: has the processor fetch what that needs.
+    fn foresee(&self, _fingerprints: &[u64]) {}
     /// A block arrived in this tier, where it was not: it was used, or it comes from a tier that
     /// holds it still.
     fn on_insert(&mut self, block: Handle, meta: &Meta);
