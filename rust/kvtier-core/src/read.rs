@@ -3,6 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use kvtier_codec::checksum::fence;
 use kvtier_codec::image::{self, Id};
 
 use crate::ahead::Ahead;
@@ -66,6 +67,15 @@ enum Begun<'a> {
     Ready,
     /// It is not to be had now.
     Failed(Miss),
+}
+
+/// Orders what a call copies before what its thread tells others then, however the call ends.
+struct Fenced;
+
+impl Drop for Fenced {
+    fn drop(&mut self) {
+        fence();
+    }
 }
 
 /// What all keys of a call share.
@@ -145,6 +155,7 @@ impl Store {
         deadline: Instant,
     ) -> Result<Vec<Got>> {
         let inner = &self.inner;
+        let _fenced = Fenced;
         inner.check_open()?;
         if selections.len() != 1 && selections.len() != keys.len() {
             return Err(Error::new(

@@ -1,6 +1,6 @@
 //! Taking bytes out of an image, and proving in the same pass that they are the right ones.
 
-use kvtier_codec::checksum::{copy, copy_hash64_unfenced, fence, hash64};
+use kvtier_codec::checksum::{copy, copy_hash64_unfenced, hash64};
 use kvtier_codec::image::{self, Id, Mismatch, Root, Segment, Shape};
 
 use crate::layout::Piece;
@@ -66,28 +66,12 @@ pub unsafe fn copy_out(image: &[u8], pieces: &[Piece], out: *mut u8) {
 }
 
 /// As [`copy_out`], and verifies every segment that the pieces touch. Returns the root of the same
-/// image in memory. On a mismatch `out` holds bytes that must not be used.
+/// image in memory. On a mismatch `out` holds bytes that must not be used. Before others are told of
+/// what was copied a [`kvtier_codec::checksum::fence`] must follow.
 ///
 /// # Safety
 /// As [`copy_out`].
 pub unsafe fn copy_proven(
-    image: &[u8],
-    shape: Shape,
-    proof: Proof<'_>,
-    pieces: &[Piece],
-    out: *mut u8,
-) -> Result<Root, Mismatch> {
-    // SAFETY: the caller's contract.
-    let root = unsafe { copy_unfenced(image, shape, proof, pieces, out) };
-    fence();
-    root
-}
-
-/// [`copy_proven`], but for the order of its stores and later ones.
-///
-/// # Safety
-/// As [`copy_out`].
-unsafe fn copy_unfenced(
     image: &[u8],
     shape: Shape,
     proof: Proof<'_>,
