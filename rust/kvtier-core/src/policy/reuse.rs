@@ -383,11 +383,23 @@ impl Reuse {
             let oldest = self.oldest;
             self.unlink(oldest);
             self.forget(oldest);
+            self.foresee_oldest();
             oldest
         };
         self.uses[place as usize].hash = hash;
         self.enter(place);
         place
+    }
+
+    /// The oldest blocks are forgotten soon: has the processor fetch what that needs.
+    fn foresee_oldest(&self) {
+        let block = |place: u16| self.uses.get(place as usize);
+        let bucket = |block: &Use| &self.buckets[place_of(block.hash, self.len)];
+        let near = block(self.oldest);
+        let first = near.and_then(|near| block(*bucket(near)));
+        first.inspect(|first| prefetch(*first));
+        let far = near.and_then(|near| block(near.next));
+        far.inspect(|far| prefetch(bucket(far)));
     }
 
     /// Makes room for one block more, and a bucket.
