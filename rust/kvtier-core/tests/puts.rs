@@ -183,17 +183,19 @@ fn a_parent_that_is_there_already_does_not_make_room_for_what_follows_it() {
 
 #[test]
 fn who_waits_for_room_holds_none() {
-    let store = over(1 << 20, RamDevice::new(8 << 20), |config| {
+    // A MiB for each four blocks that are done together.
+    let store = over(4 << 20, RamDevice::new(16 << 20), |config| {
         config.policy = "lru-leaf".into()
     });
     let ns = opaque(b"room");
     let data = bytes(1, PAGE);
     let mut leases = Vec::new();
-    fill(&store, &ns, 2, |held| {
+    fill(&store, &ns, 12, |held| {
         leases.push(leased(&store, &ns, held))
     });
-    // All the others are held: only what this call stored itself can go down for the rest.
-    let keys: Vec<[u8; 32]> = (0..16).map(key).collect();
+    // All the others are held: only what this call stored itself can go down for the rest. (Some of the room is
+    // for the tables, which grow.)
+    let keys: Vec<[u8; 32]> = (0..40).map(key).collect();
     let puts = store.put_many(&ns, &chain(&keys, &data), soon()).unwrap();
     assert_eq!(puts, vec![Put::Stored("dram"); keys.len()]);
 }
