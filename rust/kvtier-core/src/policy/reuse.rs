@@ -393,13 +393,9 @@ impl Reuse {
 
     /// The oldest blocks are forgotten soon: has the processor fetch what that needs.
     fn foresee_oldest(&self) {
-        let block = |place: u16| self.uses.get(place as usize);
-        let bucket = |block: &Use| &self.buckets[place_of(block.hash, self.len)];
-        let near = block(self.oldest);
-        let first = near.and_then(|near| block(*bucket(near)));
-        first.inspect(|first| prefetch(*first));
-        let far = near.and_then(|near| block(near.next));
-        far.inspect(|far| prefetch(bucket(far)));
+        let near = self.uses.get(self.oldest as usize);
+        let far = near.and_then(|near| self.uses.get(near.next as usize));
+        self.foresee(near.map(|used| used.hash), far.map(|used| used.hash));
     }
 
     /// Makes room for one block more, and a bucket.
