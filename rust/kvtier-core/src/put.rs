@@ -134,19 +134,10 @@ enum Started<'a> {
 /// A slot for a block, and what it holds until then.
 struct Slot<'a> {
     pin: Pin,
-    parent: Parent<'a>,
+    /// Of its parent, if that is in the store and not among the puts that are done together with it.
+    expected: Option<Expected<'a>>,
     root: Root,
     _claim: Claim,
-}
-
-/// Where a block's parent is.
-enum Parent<'a> {
-    /// It has none.
-    None,
-    /// In the store.
-    There(Expected<'a>),
-    /// Among the puts that are done together with it, and before it.
-    Coming(Id),
 }
 
 /// A block to come, for whose sake its parent stays.
@@ -268,18 +259,17 @@ impl Inner {
             return Ok(Started::Done(Put::Present(tier)));
         }
         // Making room must not take just the parent.
-        let parent = match checked.parent {
-            None => Parent::None,
-            Some(parent) if comes(&parent) => Parent::Coming(parent),
+        let expected = match checked.parent.filter(|parent| !comes(parent)) {
+            None => None,
             Some(parent) => match self.index.find(&parent).and_then(|p| self.expect_child(p)) {
                 None => return Ok(Started::Done(self.orphan())),
-                Some(expected) => Parent::There(expected),
+                expected => expected,
             },
         };
         let (pin, claim) = self.reserve(0, shape.pages(), ns.tag(), deadline)?;
         Ok(Started::Slot(Slot {
             pin,
-            parent,
+            expected,
             root: Root([0; 16]),
             _claim: claim,
         }))
@@ -297,10 +287,10 @@ impl Inner {
     /// Makes a block visible whose slot is filled.
     fn end_put(&self, ns: &Namespace, block: &Block<'_>, checked: &Checked, slot: Slot<'_>) -> Put {
         let (pin, shape) = (&slot.pin, checked.shape);
-        let parent = match &slot.parent {
-            Parent::None => Some(None),
-            Parent::There(expected) => Some(Some(expected.parent)),
-            Parent::Coming(id) => self.index.find(id).map(Some),
+        let parent = match (&slot.expected, checked.parent) {
+            (Some(expected), _) => Some(Some(expected.parent)),
+            (None, Some(parent)) => self.index.find(&parent).map(Some), // it came just before
+            (None, None) => Some(None),
         };
         let mut entry = Entry::new(checked.id, ns.tag(), shape, block.importance);
         entry.root = slot.root;
