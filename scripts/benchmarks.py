@@ -54,15 +54,15 @@ CPU_AIM = 0.12
 
 REASONS = {
     "dram_put_64k": "a put into a full tier also evicts. In a profile, before the last 3 %, 55 % is the copy with its checksum, which goes past the cache "
-    "at the pace of memory; 19 % is `auto`, naming what leaves and learning from each put; 21 % is index, locks and allocator, most of it "
-    "the wait for what is known of the block that leaves, which left the cache long ago; the rest is BLAKE3 and the call. Run "
+    "at the pace of memory; 19 % is `auto`, naming what leaves and learning from each put; 21 % is index, locks and allocator, a third of it "
+    "taking out the entry of the block that leaves, which left the cache long ago; the rest is BLAKE3 and the call. Run "
     "in turns, `lru-leaf` came to 0.94, chained 0.90, where `auto` had 0.82 and 0.77. "
     "Fetching ahead the next blocks to leave gained 2 to 3 % without parents and nothing in chains, through eight files, and was left out",
     "dram_get_64k": "in a profile 77 % is the copy with its checksum, which waits for memory, 4 % waits for it to arrive, 3 % is BLAKE3, and "
     "6 % is what `auto` notes of hits: run in turns, `lru-leaf` came to 0.89 where it had 0.86. Pinning eight blocks, copying them one "
     "right after the other and only then checking them was tried: the waits moved into the copies, and nothing was gained",
-    "nvme_read_64k_single": "whoever asks sends the read and waits for the device himself, without a thread between. Two fifths "
-    "of the store's own time are the check and the copy, as from memory; the rest makes room for the block and enters it into the "
+    "nvme_read_64k_single": "whoever asks sends the read and waits for the device himself, without a thread between. On the other machine, where it was 1.15, two fifths "
+    "of the store's own time were the check and the copy, as from memory; the rest makes room for the block and enters it into the "
     "index, through tables that left the cache while the device was waited for",
     "nvme_read": "who asked verifies and copies what was read, beside a device that is emulated on the same processors, and the "
     "pipeline fills and drains once a call",
@@ -71,8 +71,8 @@ REASONS = {
     "Run by itself, not after all other rows, it came to 0.79 to 0.83 on the other machine",
     "nvme_write": "a put copies and the mover verifies, where the bare loop only writes, and the device is emulated on the same "
     "processors: beside two threads that copy as fast the bare loop itself comes to no more "
-    "(`nvme_write_1m_beside_copies`). Of a MiB the thread that puts works 70 µs by itself and the mover 62, nearly all of it copy and "
-    "check: 0.13 s/GiB. Smaller blocks also cost more work each: in a profile of 64 KiB, copy "
+    "(`nvme_write_1m_beside_copies`). Of a MiB the thread that puts works 70 µs outside the kernel and the mover 62, nine "
+    "tenths of it copy and check: 0.12 s/GiB. Smaller blocks also cost more work each: in a profile of 64 KiB, copy "
     "and verification are three tenths of the CPU time, the kernel a quarter, and the rest is the index, policies, journal and "
     "hand-overs between four threads",
     "victim_share_64k": "borrowing 4,096 arrays, and making as many results, takes the interpreter's lock",
@@ -82,9 +82,9 @@ REASONS = {
 BESIDE = """
 ## On another machine
 
-The ratios are as much the machine's. Until 2026-11-30 this page was of another one, also 2 cores of AMD EPYC, where libc copies
+The ratios are as much the machine's. Before this, also on 2026-11-30, the page was of another one, also 2 cores of AMD EPYC, where libc copies
 blocks of 64 KiB at 23 GB/s (past the cache 1.12 times as fast) and a bare loop writes at 4.9 GB/s and reads at 3.4. There the code before puts
-were done some at a time, which is the last change of speed, came to these medians of 5 runs:
+were done some at a time came to these medians of 5 runs; what came after it was not measured there:
 
 | row | ratio | aim |
 |---|---|---|
